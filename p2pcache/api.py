@@ -1,0 +1,434 @@
+"""What an engine calls: `connect()`, open a namespace, then lookup, fetch, store, prefetch, pin, explain.
+
+    client = p2pcache.connect()
+    cache = client.open(namespace)
+    lookup = cache.lookup(tokens)
+    with cache.fetch(lookup) as fetched:
+        for chunk in fetched:           # chunk.kv: [layers, 2, tokens, kv_heads, head_dim] or None
+            ...
+    cache.store(lookup.chunks, kv)
+
+A fault never raises here: it is a miss with a reason. Only a mistake of the caller raises
+(`ConfigError`, `LayoutError`). All calls are synchronous and may come from any thread; each has a
+budget in seconds, at whose end the answer is a miss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from p2pcache.core.checksum import checksum_body
+from p2pcache.core.chunking import Chunker, ContentChunker, as_tokens
+from p2pcache.core.keys import ChunkKeys, Namespace, approximate_key, chunk_keys, exact_key
+from p2pcache.discovery import find_socket
+from p2pcache.io.link import Link
+from p2pcache.io.streams import Stream, default_stream
+from p2pcache.node.wireform import body_from_wire, body_to_wire, found_from_wire, holder_to_wire
+from p2pcache.results import Fetched, FetchedChunk, Lookup, LookupChunk, Prefetch, Stored
+from p2pcache.types import (
+    BodyInfo,
+    ConfigError,
+    DeadlineExceeded,
+    Found,
+    LayoutError,
+    Match,
+    Miss,
+    NodeDown,
+    Provenance,
+    RemoteError,
+    Source,
+)
+
+_log = logging.getLogger(__name__)
+LOOKUP_BUDGET_S = 0.25
+FETCH_BUDGET_S = 5.0
+_RECONNECT_S = 1.0
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+_DTYPES |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
+
+
+class Client:
+    """A connection to this host's node. Reconnects by itself when the node has been restarted."""
+
+    def __init__(self, path: str, timeout_s: float):
+        self.socket_path = path
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._link = Link(path, timeout_s)
+        self._retry_at_s = 0.0
+        self.budget_s = timeout_s
+
+    @property
+    def node(self) -> str:
+        """The name of the node behind this connection."""
+        return self._link.member.name
+
+    def link(self) -> Link:
+        """The live link. Raises NodeDown, at once while a failed reconnect is recent."""
+        with self._lock:
+            if not self._link.broken:
+                return self._link
+            if time.monotonic() < self._retry_at_s:
+                raise NodeDown("this process's node is down")
+            self._retry_at_s = time.monotonic() + _RECONNECT_S
+            self._link = Link(self.socket_path, self._timeout_s)
+            return self._link
+
+    def open(self, namespace: Namespace) -> Cache:
+        """Open a namespace: the KV of one model, layout, dtype, adapter and tenant."""
+        return Cache(self, namespace)
+
+    def report_prefill_rate(self, tokens_per_s: float) -> None:
+        """Tell the planner how fast this engine computes; a chunk slower to fetch is a miss."""
+        self._ask("report", {"prefill_tokens_per_s": float(tokens_per_s)}, self._timeout_s)
+
+    def namespaces(self, tenant: bytes | None = None) -> list[Namespace]:
+        """The namespaces that were opened in the mesh, as this tenant's. Raises NodeDown."""
+        found = []
+        for raw in self._ask("siblings", {"descriptor": b""}, self.budget_s)["descriptors"]:
+            try:
+                found.append(Namespace.from_description(raw, tenant))
+            except ConfigError:
+                continue  # of another version; it cannot be named here anyhow
+        return found
+
+    def mesh(self, budget_s: float = 2.0) -> list[dict[str, Any]]:
+        """The status of every node. Raises NodeDown, DeadlineExceeded."""
+        return self._ask("mesh", {"deadline_s": budget_s}, budget_s)["nodes"]
+
+    def close(self) -> None:
+        """End the connection and with it every lease. Fetched tensors must not be used any more."""
+        self._link.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _ask(self, op: str, body: dict[str, Any], budget_s: float) -> Any:
+        return self.link().call(op, body, budget_s)
+
+
+def connect(socket: str | None = None, *, timeout_s: float = 5.0) -> Client:
+    """Connect to the node on this host.
+
+    socket: path of its engine socket; else `P2PCACHE_SOCKET`, else the node actor of this Ray node,
+    else the only socket in the runtime folder. Raises NodeDown where there is none.
+    """
+    return Client(find_socket(socket), timeout_s)
+
+
+class Cache:
+    """The mesh as one namespace sees it."""
+
+    def __init__(self, client: Client, namespace: Namespace):
+        self.client = client
+        self.namespace = namespace
+        self.layout = namespace.layout
+        self._key = namespace.key()
+        self._announced: Link | None = None
+        self._announce()
+
+    # -- find ------------------------------------------------------------------------------------
+
+    def chunks(self, tokens: Any, chunker: Chunker | None = None) -> list[ChunkKeys]:
+        """Cut a prompt and name its chunks. tokens: integers `[n]`, any array or tensor of them."""
+        run = as_tokens(tokens)
+        return chunk_keys(self._key, run, (chunker or ContentChunker()).spans(run))
+
+    def lookup(
+        self,
+        tokens: Any,
+        *,
+        chunker: Chunker | None = None,
+        content_reuse: bool = True,
+        everywhere: bool = False,
+        budget_s: float = LOOKUP_BUDGET_S,
+    ) -> Lookup:
+        """Find the chunks of a prompt in the mesh and plan where each comes from.
+
+        content_reuse: accept bodies computed behind other tokens (non-prefix reuse). everywhere:
+        list other holders even of what is at hand.
+        """
+        started_s = time.perf_counter()
+        run = as_tokens(tokens)
+        keys = chunk_keys(self._key, run, (chunker or ContentChunker()).spans(run))
+        request = {
+            "chunks": [[k.content, k.exact] for k in keys],
+            "content_reuse": content_reuse,
+            "everywhere": everywhere,
+            "deadline_s": budget_s,
+        }
+        try:
+            self._announce()
+            answers = self.client._ask("lookup", request, budget_s)["answers"] if keys else []
+            found = [_chunk(k, a) for k, a in zip(keys, answers, strict=True)]
+        except (NodeDown, RemoteError) as error:
+            miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
+            found = [
+                LookupChunk(k, Match.NONE, Source.RECOMPUTE, None, "", (), 0.0, miss, str(error)) for k in keys
+            ]
+        return Lookup(run, tuple(self._mark_runs(found)), time.perf_counter() - started_s)
+
+    def explain(self, tokens: Any, *, chunker: Chunker | None = None, budget_s: float = 2.0) -> Lookup:
+        """A lookup that asks everybody, and says of what is missing whether it is held otherwise.
+
+        A difference in any field of a namespace is another key, so a mismatch looks like an absence;
+        this asks under the namespaces of the same model that the mesh knows of, as this tenant.
+        """
+        found = self.lookup(tokens, chunker=chunker, everywhere=True, budget_s=budget_s)
+        missing = [c for c in found.chunks if c.miss is Miss.ABSENT]
+        if not missing:
+            return found
+        spans = [(c.keys.start, c.keys.stop) for c in missing]
+        details: dict[int, str] = {}
+        for held in self._siblings():
+            keys = chunk_keys(held.key(), found.tokens, spans)
+            request = {
+                "chunks": [[k.content, k.exact] for k in keys],
+                "content_reuse": True,
+                "everywhere": True,
+                "deadline_s": budget_s,
+            }
+            try:
+                answers = self.client._ask("lookup", request, budget_s)["answers"]
+            except (NodeDown, RemoteError):
+                break
+            for k, answer in zip(keys, answers, strict=True):
+                if answer[4]:
+                    details[k.start] = "; ".join(self.namespace.differences(held))
+        chunks = tuple(
+            dataclasses.replace(c, miss=Miss.LAYOUT, detail=details[c.keys.start]) if c.keys.start in details else c
+            for c in found.chunks
+        )
+        return Lookup(found.tokens, chunks, found.seconds)
+
+    # -- bring -----------------------------------------------------------------------------------
+
+    def fetch(self, lookup: Lookup, *, budget_s: float = FETCH_BUDGET_S) -> Fetched:
+        """Bring what a lookup found into this host's slab. Ownership: see `FetchedChunk`."""
+        wanted = [c for c in lookup.chunks if c.body is not None]
+        request = {
+            "wants": [[body_to_wire(c.body), [holder_to_wire(h) for h in _holders(c)]] for c in wanted],
+            "deadline_s": budget_s,
+        }
+        out: dict[int, FetchedChunk] = {}
+        held: list[int] = []
+        link: Link | None = None
+        try:
+            link = self.client.link()
+            grants = link.call("fetch", request, budget_s)["grants"] if wanted else []
+            for c, grant in zip(wanted, grants, strict=True):
+                out[c.keys.start] = self._granted(link, c, grant, held)
+        except (NodeDown, RemoteError) as error:
+            miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
+            out = {c.keys.start: FetchedChunk(c, None, Source.RECOMPUTE, "", "", miss, 0.0) for c in wanted}
+        chunks = [
+            out.get(c.keys.start) or FetchedChunk(c, None, Source.RECOMPUTE, "", "", c.miss, 0.0)
+            for c in lookup.chunks
+        ]
+        return Fetched(chunks, lambda now: link is not None and link.release(held, now))
+
+    def prefetch(
+        self, lookup: Lookup, *, stream: Stream | None = None, budget_s: float = FETCH_BUDGET_S
+    ) -> Prefetch:
+        """Start a fetch beside the caller. stream: where layers go; default: this process's CPU one."""
+        stream = stream or default_stream()
+        return Prefetch(lambda: self.fetch(lookup, budget_s=budget_s), self.layout.layers, stream)
+
+    # -- keep ------------------------------------------------------------------------------------
+
+    def store(
+        self,
+        chunks: Sequence[ChunkKeys],
+        kv: torch.Tensor | Callable[[ChunkKeys, torch.Tensor], None],
+        *,
+        provenance: Provenance | Sequence[Provenance] = Provenance.IN_CONTEXT,
+        offset: int = 0,
+        budget_s: float = FETCH_BUDGET_S,
+    ) -> Stored:
+        """Store chunks of one prompt; returns once this node serves them (see `Stored.published`).
+
+        kv: `[layers, 2, n, kv_heads, head_dim]`, whose token axis starts at prompt position
+        `offset`, any strides and any device; or a function that writes a chunk's KV straight into the
+        tensor of that shape it is handed (part of the slab). provenance: of all chunks, or one each;
+        what attended to reused KV must be APPROXIMATE, and is then never offered as exact.
+        Raises LayoutError where the tensor is not what the namespace says.
+        """
+        if isinstance(kv, torch.Tensor):
+            self._check(kv, chunks, offset)
+        each = [provenance] * len(chunks) if isinstance(provenance, Provenance) else list(provenance)
+        if len(each) != len(chunks):
+            raise ConfigError(f"{len(each)} provenances for {len(chunks)} chunks")
+        bodies = [self.body(c, p) for c, p in zip(chunks, each, strict=True) if c.tokens > 0]
+        chunks = [c for c in chunks if c.tokens > 0]
+        refused: Counter[str] = Counter()
+        try:
+            link = self.client.link()
+            request = {"bodies": [body_to_wire(b) for b in bodies], "deadline_s": budget_s}
+            slots = link.call("reserve", request, budget_s * 2)["slots"] if bodies else []
+            committed, resident = self._write(link, chunks, bodies, slots, kv, offset, refused, budget_s)
+        except (NodeDown, RemoteError) as error:
+            refused[Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN] += len(bodies)
+            return Stored(0, 0, refused, lambda _: False)
+        return Stored(committed, resident, refused, lambda wait_s: self._published(link, wait_s))
+
+    def pin(self, lookup: Lookup, ttl_s: float, *, budget_s: float = LOOKUP_BUDGET_S) -> int:
+        """Keep what this node's host tier holds of a lookup from eviction. Returns how many chunks."""
+        bodies = [c.body.exact for c in lookup.chunks if c.body is not None]
+        try:
+            return self.client._ask("pin", {"bodies": bodies, "ttl_s": float(ttl_s)}, budget_s)["pinned"]
+        except (NodeDown, RemoteError):
+            return 0
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _announce(self) -> None:
+        """Tell the mesh of this namespace, once a link: it explains other people's misses."""
+        try:
+            link = self.client.link()
+            if self._announced is not link:
+                link.call("open", {"descriptor": self.namespace.describe()}, self.client.budget_s)
+                self._announced = link
+        except (NodeDown, RemoteError) as error:
+            _log.info("namespace not announced: %s", error)
+
+    def _siblings(self) -> Iterator[Namespace]:
+        try:
+            known = self.client.namespaces(self.namespace.tenant)
+        except (NodeDown, RemoteError):
+            return
+        for held in known:
+            if held.model == self.namespace.model and held != self.namespace:
+                yield held
+
+    def _mark_runs(self, chunks: Sequence[LookupChunk]) -> Iterator[LookupChunk]:
+        """Say of each chosen body whether it was computed right behind the one before it.
+
+        Where several bodies of a chunk are known, one that continues the run is taken.
+        """
+        before: BodyInfo | None = None
+        for c in chunks:
+            if before is not None and c.match is Match.CONTENT:
+                follower = exact_key(self._key, before.exact, c.keys.digest)
+                for found in c.found:
+                    if found.body.exact == follower:
+                        yield (c := dataclasses.replace(c, body=found.body, follows=True))
+                        break
+                else:
+                    yield c
+            else:
+                yield c
+            before = c.body
+
+    def _granted(self, link: Link, c: LookupChunk, grant: list[Any], held: list[int]) -> FetchedChunk:
+        source, peer, transport, where, _, miss, seconds = grant
+        kv = None
+        if where is not None:
+            offset, nbytes, generation = where
+            held.append(generation)
+            kv = self._tensor(link, offset, nbytes, c.keys.tokens)
+        return FetchedChunk(c, kv, Source(source), peer, transport, Miss(miss) if miss else None, seconds)
+
+    def _tensor(self, link: Link, offset: int, nbytes: int, tokens: int) -> torch.Tensor:
+        if nbytes != self.layout.body_bytes(tokens):
+            raise RemoteError(f"a body of {nbytes} bytes does not hold {tokens} tokens of this layout")
+        flat = torch.frombuffer(link.slab.view(offset, nbytes), dtype=_DTYPES[self.layout.dtype])
+        return flat.view(self.layout.shape(tokens))
+
+    def body(self, chunk: ChunkKeys, provenance: Provenance) -> BodyInfo:
+        """How the KV of a chunk is named when it was computed so."""
+        exact = chunk.exact
+        if provenance is Provenance.APPROXIMATE:
+            exact = approximate_key(self._key, exact)
+        nbytes = self.layout.body_bytes(chunk.tokens)
+        return BodyInfo(chunk.content, exact, chunk.tokens, nbytes, provenance, chunk.start)
+
+    def _check(self, kv: torch.Tensor, chunks: Sequence[ChunkKeys], offset: int) -> None:
+        layers, two, _, heads, dim = self.layout.shape(0)
+        shape = tuple(kv.shape)
+        if len(shape) != 5 or (shape[0], shape[1], shape[3], shape[4]) != (layers, two, heads, dim):
+            raise LayoutError(f"kv is {list(shape)}, expected [{layers}, 2, tokens, {heads}, {dim}]")
+        if kv.dtype is not _DTYPES[self.layout.dtype]:
+            raise LayoutError(f"kv is {kv.dtype}, its namespace says {self.layout.dtype}")
+        if kv.device.type == "meta":
+            raise LayoutError("kv is on the meta device: it has no bytes")
+        for c in chunks:
+            if not offset <= c.start <= c.stop <= offset + shape[2]:
+                raise LayoutError(
+                    f"chunk [{c.start}, {c.stop}) is outside the tokens [{offset}, {offset + shape[2]}) of kv"
+                )
+
+    def _write(
+        self,
+        link: Link,
+        chunks: Sequence[ChunkKeys],
+        bodies: Sequence[BodyInfo],
+        slots: Sequence[Sequence[Any]],
+        kv: torch.Tensor | Callable[[ChunkKeys, torch.Tensor], None],
+        offset: int,
+        refused: Counter[str],
+        budget_s: float,
+    ) -> tuple[int, int]:
+        """Fill reserved slots and commit them. Returns (committed, resident before)."""
+        resident, ready = 0, []
+        pending = {slot[2] for slot in slots if slot[0] == "ok"}
+        try:
+            for chunk, body, (status, where, generation) in zip(chunks, bodies, slots, strict=True):
+                if status == "resident":
+                    resident += 1
+                elif status != "ok":
+                    refused[status] += 1
+                else:
+                    out = self._tensor(link, where, body.nbytes, chunk.tokens)
+                    if isinstance(kv, torch.Tensor):
+                        out.copy_(kv[:, :, chunk.start - offset : chunk.stop - offset])
+                    else:
+                        kv(chunk, out)
+                    view = link.slab.view(where, body.nbytes)
+                    ready.append([generation, list(checksum_body(view, body.exact, self.layout.layers)), b""])
+            committed = link.call("commit", {"slots": ready}, budget_s)["committed"] if ready else 0
+            pending.clear()
+            return committed, resident
+        finally:
+            if pending:  # the caller's own writer failed: nothing of it may stay
+                link.notify("abort", {"generations": list(pending)})
+
+    @staticmethod
+    def _published(link: Link, budget_s: float) -> bool:
+        try:
+            link.call("published", {}, budget_s)
+            return True
+        except (NodeDown, RemoteError):
+            return False
+
+
+def _chunk(keys: ChunkKeys, answer: list[Any]) -> LookupChunk:
+    match, source, peer, body, found, cost_s, miss = answer
+    return LookupChunk(
+        keys,
+        Match(match),
+        Source(source),
+        None if body is None else body_from_wire(body),
+        peer,
+        tuple(found_from_wire(f) for f in found),
+        cost_s,
+        Miss(miss) if miss else None,
+    )
+
+
+def _holders(c: LookupChunk) -> list[Any]:
+    """Who to ask for the chosen body: the planner's choice first."""
+    for found in c.found:
+        if c.body is not None and found.body.exact == c.body.exact:
+            return sorted(found.holders, key=lambda h: (h.node != c.peer, h.tier, h.node))
+    return []

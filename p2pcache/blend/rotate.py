@@ -1,0 +1,157 @@
+"""Moving stored K to another position: re-rotation by the position difference.
+
+RoPE (Su et al., *RoFormer*, 2021) turns pair j of a key by `position * inv_freq[j]`. Rotations
+compose, so a key stored for position p serves at p' after a turn by `(p' - p) * inv_freq[j]`. V has
+no position. Every scaling that only changes `inv_freq` (linear, NTK-by-parts, YaRN, Llama-3) is
+covered by the vector alone; YaRN's attention factor is a length, which a rotation keeps, so it is
+never applied twice. Scalings that change `inv_freq` with the prompt's length are refused.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import blake3
+import torch
+
+from p2pcache.blend.forward import run_model
+from p2pcache.types import ConfigError, LayoutError
+
+FINGERPRINT_CONTEXT = "p2pcache 2025 rope fingerprint v1"
+LENGTH_DEPENDENT_TYPES = ("dynamic", "longrope")
+PROBE_SHIFT = 997  # tokens; a prime, so that no pair of usual frequencies comes round to where it was
+PROBE_TOKENS = 4
+
+
+def rotate_keys(
+    k: torch.Tensor,
+    delta: int,
+    inv_freq: Sequence[float] | torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    interleaved: bool = False,
+) -> torch.Tensor:
+    """Turn keys from the position they were made for to `delta` tokens further on.
+
+    Args:
+        k: `[tokens, kv_heads, head_dim]` keys after RoPE, any float dtype; read only.
+        delta: new position minus old, in tokens; may be negative. 0 copies without arithmetic.
+        inv_freq: `[rotary_dim / 2]` radians a token. Dimensions from `rotary_dim` on have no position.
+        out: where to write, same shape; any strides and float dtype; may be `k` itself. A new
+            tensor of k's dtype otherwise, so the result never aliases `k` unasked.
+        interleaved: pairs are `(2j, 2j+1)`, as in GPT-J, instead of `(j, j + rotary_dim/2)`.
+
+    Angles are fp64, since positions reach 1e6; the turn is fp32 and rounds to out's dtype once.
+    """
+    if out is None:
+        out = torch.empty_like(k)
+    if out.shape != k.shape:
+        raise LayoutError(f"rotate_keys: out is {tuple(out.shape)}, keys are {tuple(k.shape)}")
+    if delta == 0:
+        return out.copy_(k)
+    angle = delta * torch.as_tensor(inv_freq, dtype=torch.float64, device=k.device)
+    half = angle.numel()
+    if 2 * half > k.shape[-1]:
+        raise LayoutError(f"rotate_keys: {half} frequencies need a head_dim of {2 * half}, not {k.shape[-1]}")
+    first = slice(0, 2 * half, 2) if interleaved else slice(0, half)
+    second = slice(1, 2 * half, 2) if interleaved else slice(half, 2 * half)
+    cos, sin = angle.cos().float(), angle.sin().float()
+    x, y = k[..., first].float(), k[..., second].float()
+    # Both are computed before either is written, because out may be k.
+    turned = x * cos - y * sin, y * cos + x * sin
+    out[..., first], out[..., second] = turned
+    if 2 * half < k.shape[-1] and out.data_ptr() != k.data_ptr():
+        out[..., 2 * half :] = k[..., 2 * half :]
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """How one model turns its keys: all that re-rotation needs, and part of a namespace's identity."""
+
+    inv_freq: tuple[float, ...]  # radians a token, exactly the model's own (fp32) values
+    interleaved: bool = False
+    attention_scaling: float = 1.0  # already in the stored keys; told apart, never applied
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many leading dimensions of a head are rotated; the rest pass."""
+        return 2 * len(self.inv_freq)
+
+    def rotate(self, k: torch.Tensor, delta: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`rotate_keys` with this model's frequencies and pairing."""
+        return rotate_keys(k, delta, self.inv_freq, out, interleaved=self.interleaved)
+
+    def fingerprint(self) -> bytes:
+        """32 bytes: BLAKE3 over the float64 bytes of every frequency, and the flags."""
+        head = struct.pack("<?dI", self.interleaved, self.attention_scaling, len(self.inv_freq))
+        body = struct.pack(f"<{len(self.inv_freq)}d", *self.inv_freq)
+        return blake3.blake3(head + body, derive_key_context=FINGERPRINT_CONTEXT).digest()
+
+    @classmethod
+    def from_model(cls, model: Any) -> RopeSpec:
+        """Read a transformers model's rotary embedding, and prove it on the model.
+
+        Configs do not say all that matters (which pairs turn, whether some layers have no rotation,
+        whether K is latent), so the model is asked: a few tokens run at two positions, and the
+        rotated keys of one run must be the keys of the other in every layer. Two forwards of 4 tokens.
+
+        Raises `ConfigError`, with the reason, for a model whose keys cannot be moved.
+        """
+        inv_freq, scaling = _read_rotary(model)
+        near, far = _probe_keys(model, 0), _probe_keys(model, PROBE_SHIFT)
+        exact = near[0].dtype == torch.float32
+        for interleaved in (False, True):
+            spec = cls(inv_freq, interleaved, scaling)
+            if all(spec._moves(a, b, tolerance=0.01 if exact else 0.1) for a, b in zip(near, far, strict=True)):
+                return spec
+        raise ConfigError(
+            f"{type(model).__name__}: its keys at a later position are not a rotation of its keys at an"
+            " earlier one in every layer, so its KV can be reused only at the same position"
+        )
+
+    def _moves(self, near: torch.Tensor, far: torch.Tensor, tolerance: float) -> bool:
+        if self.rotary_dim > near.shape[-1]:
+            return False
+        error = (self.rotate(near, PROBE_SHIFT).float() - far.float()).norm()
+        return bool(error <= tolerance * far.float().norm())
+
+
+def _read_rotary(model: Any) -> tuple[tuple[float, ...], float]:
+    """`(inv_freq, attention_scaling)` of a model's one rotary embedding."""
+    name = type(model).__name__
+    found = {}
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", "default")
+        if isinstance(rope_type, dict):
+            raise ConfigError(f"{name}: its rotary embedding differs by layer type, which is not supported yet")
+        if getattr(module, "inv_freq", None) is None:
+            continue
+        if any(word in rope_type for word in LENGTH_DEPENDENT_TYPES):
+            raise ConfigError(f"{name}: rope type {rope_type!r} changes with the length, so keys cannot be moved")
+        vector = tuple(module.inv_freq.detach().double().flatten().tolist())
+        found[vector, float(getattr(module, "attention_scaling", 1.0))] = None
+    if not found:
+        raise ConfigError(f"{name} has no rotary embedding (learned positions or ALiBi?), so keys cannot be moved")
+    if len(found) > 1:
+        raise ConfigError(f"{name} has {len(found)} different rotary embeddings, which is not supported yet")
+    return next(iter(found))
+
+
+@torch.no_grad()
+def _probe_keys(model: Any, position: int) -> list[torch.Tensor]:
+    """Every layer's keys, `[tokens, kv_heads, head_dim]`, of a few tokens computed from `position` on."""
+    from transformers import DynamicCache  # here, so that turning keys needs torch alone
+
+    cache = DynamicCache()
+    device = model.get_input_embeddings().weight.device
+    tokens = torch.arange(1, 1 + PROBE_TOKENS, device=device)
+    positions = torch.arange(position, position + PROBE_TOKENS, device=device)
+    run_model(model, tokens, positions, cache)
+    try:
+        return [layer.keys[0].transpose(0, 1) for layer in cache.layers]
+    except (AttributeError, TypeError, IndexError) as error:
+        raise ConfigError(f"{type(model).__name__}: its cache holds no plain keys in every layer") from error

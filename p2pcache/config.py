@@ -1,0 +1,169 @@
+"""Settings: frozen, validated once, with the unit in the name. A misspelt one names the nearest.
+
+`NodeConfig()` is a working node. `NodeConfig.of({...})` reads settings from a user (YAML, Ray,
+the command line); `P2PCACHE_<SETTING>` in the environment overrides a default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import ipaddress
+import os
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from p2pcache.types import ConfigError
+
+ENV_PREFIX = "P2PCACHE_"
+TRANSPORTS = ("shm", "ucx", "tcp")
+GIB = 1 << 30
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """Every limit of a node. `docs/configuration.md` is made from the comments here."""
+
+    name: str = ""  # of this node in the mesh; empty: made from the host's name
+    runtime_dir: str = ""  # 0700 folder of the engine socket; empty: $XDG_RUNTIME_DIR or /tmp
+    host: str = "127.0.0.1"  # address that control and data sockets bind and advertise
+    control_port: int = 0  # 0: any free one
+    allow_plaintext_network: bool = False  # permit `host` outside loopback; sockets are not encrypted
+
+    host_bytes_max: int = 1 * GIB  # host tier: the slab, hard cap
+    nvme_path: str = ""  # folder of the NVMe tier; empty: no such tier
+    nvme_bytes_max: int = 4 * GIB  # NVMe tier, hard cap, preallocated
+    nvme_segment_bytes: int = 64 * MIB  # unit of reclaim; no body is larger
+    demote_above: float = 0.75  # share of the host tier taken, above which cold bodies go to NVMe
+
+    transports: tuple[str, ...] = TRANSPORTS  # in order of preference
+    transports_by_peer: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    pulls_in_flight_max: int = 8  # bodies under way to this node at once
+    pull_bytes_in_flight_max: int = 256 * MIB
+    serve_bytes_in_flight_max: int = 512 * MIB  # leased to remote readers at once; above: busy
+    transport_retry_s: float = 30.0  # a transport that failed with a peer is left alone so long
+
+    lookup_timeout_s: float = 0.25  # default budget of a lookup
+    fetch_timeout_s: float = 5.0  # default budget of a fetch
+    rpc_timeout_s: float = 1.0  # budget of a control message that no caller waits for
+    remote_lease_s: float = 10.0  # how long a peer may read a slot
+    client_leases_max: int = 65_536  # leases one engine may hold at once
+
+    directory_ttl_s: float = 120.0  # an owner forgets a holder that has not published for so long
+    republish_s: float = 40.0  # holders publish again this often
+    tombstone_s: float = 30.0  # how long a withdrawal outlives messages that it overtook
+    resync_s: float = 5.0  # at most this long after a View change an owner answers `unknown`
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, hint = getattr(self, field.name), _HINTS[field.name]
+            if hint in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
+                raise ConfigError(f"{field.name} must be a number, not {value!r}")
+            if hint in (int, float) and not (0 <= value < float("inf")):
+                raise ConfigError(f"{field.name} must not be negative or infinite, is {value!r}")
+            if hint is int and not isinstance(value, int):
+                raise ConfigError(f"{field.name} must be a whole number, not {value!r}")
+            if hint is str and not isinstance(value, str):
+                raise ConfigError(f"{field.name} must be text, not {value!r}")
+        self._check_transports()
+        self._check_host()
+        if self.directory_ttl_s < 2 * self.republish_s:
+            raise ConfigError(
+                f"directory_ttl_s ({self.directory_ttl_s}) must be at least twice republish_s"
+                f" ({self.republish_s}): one lost message must not hide a body"
+            )
+        if not 0 <= self.demote_above <= 1:
+            raise ConfigError(f"demote_above is a share from 0 to 1, not {self.demote_above}")
+        if self.control_port > 65_535:
+            raise ConfigError(f"control_port {self.control_port} is no port")
+        if self.nvme_path and self.nvme_bytes_max < 2 * self.nvme_segment_bytes:
+            raise ConfigError(
+                f"nvme_bytes_max ({self.nvme_bytes_max:,}) must hold at least two segments of"
+                f" nvme_segment_bytes ({self.nvme_segment_bytes:,})"
+            )
+
+    def _check_transports(self) -> None:
+        for names in (self.transports, *self.transports_by_peer.values()):
+            for name in names:
+                if name not in TRANSPORTS:
+                    raise ConfigError(f"unknown transport {name!r}{_nearest(name, TRANSPORTS)}")
+
+    def _check_host(self) -> None:
+        try:
+            address = ipaddress.ip_address(self.host)
+        except ValueError:
+            raise ConfigError(f"host must be an IP address, not {self.host!r}") from None
+        if address.is_unspecified:
+            raise ConfigError(f"host {self.host} is a wildcard; peers need an address they can reach")
+        if not address.is_loopback and not self.allow_plaintext_network:
+            raise ConfigError(
+                f"host {self.host} is outside loopback and the sockets are not encrypted;"
+                " set allow_plaintext_network if the network is trusted"
+            )
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> NodeConfig:
+        """Settings of a user over those of the environment. Raises ConfigError."""
+        merged = _from_environment(os.environ if environ is None else environ)
+        for name, value in settings.items():
+            if name not in _HINTS:
+                raise ConfigError(f"unknown setting {name!r}{_nearest(name, _HINTS)}")
+            merged[name] = value
+        if "transports" in merged:
+            merged["transports"] = _names(merged["transports"])
+        if "transports_by_peer" in merged:
+            by_peer = merged["transports_by_peer"]
+            merged["transports_by_peer"] = {peer: _names(names) for peer, names in by_peer.items()}
+        return cls(**merged)
+
+    def replace(self, **changes: Any) -> NodeConfig:
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+
+_HINTS = typing.get_type_hints(NodeConfig)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+
+
+def _nearest(name: str, known: typing.Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def parse_settings(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Settings from text, as the command line and the environment give them. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for name, text in texts.items():
+        if name not in _HINTS:
+            raise ConfigError(f"unknown setting {name!r}{_nearest(name, _HINTS)}")
+        hint = _HINTS[name]
+        try:
+            if hint is bool:
+                found[name] = {"1": True, "true": True, "0": False, "false": False}[text.lower()]
+            elif hint in (int, float, str):
+                found[name] = hint(text)
+            elif name == "transports":
+                found[name] = _names(text)
+            else:
+                raise ConfigError(f"{name} cannot be set by text")
+        except (KeyError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"{name}={text!r} is not of type {hint.__name__}") from None
+    return found
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    named = {v.removeprefix(ENV_PREFIX).lower(): text for v, text in environ.items() if v.startswith(ENV_PREFIX)}
+    return parse_settings({name: text for name, text in named.items() if name not in _NOT_SETTINGS})
+
+
+_NOT_SETTINGS = frozenset({"socket"})  # P2PCACHE_SOCKET: read by connect(), not by a node

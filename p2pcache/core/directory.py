@@ -1,0 +1,139 @@
+"""One node's shard of the directory: which bodies exist under a content key, and who holds them.
+
+Soft state. Every entry is a hint with a time to live; holders publish again before it runs out, so
+a lost message costs a miss and never a wrong answer. Messages of one holder carry a sequence
+number; a message that is not newer than the last one accepted for that (body, holder) is ignored,
+and a withdrawal leaves a tombstone, so that a publish overtaken on the way cannot revive a body
+that is gone.
+
+    content key -> exact key -> (BodyInfo, holder -> Entry)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, Tier
+
+BODIES_PER_KEY_MAX = 8
+"""Bodies of one content key that a shard keeps: one a context it was computed in."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    incarnation: int
+    tier: Tier
+    seq: int
+    expires_s: float
+    gone: bool = False  # a tombstone
+
+
+@dataclass(slots=True)
+class _Body:
+    info: BodyInfo | None  # None: only a withdrawal of it has been heard of so far
+    holders: dict[str, _Entry]
+
+
+class Directory:
+    """The shard. Pure: the caller passes the time and says which incarnations are live."""
+
+    def __init__(self, *, ttl_s: float, tombstone_s: float, bodies_max: int = BODIES_PER_KEY_MAX):
+        self._ttl_s = ttl_s
+        self._tombstone_s = tombstone_s
+        self._bodies_max = bodies_max
+        self._keys: dict[ContentKey, dict[ExactKey, _Body]] = {}
+        self._unswept: list[ContentKey] = []
+
+    def __len__(self) -> int:
+        """Content keys known, tombstones included."""
+        return len(self._keys)
+
+    def publish(self, holder: Holder, bodies: Iterable[tuple[BodyInfo, int]], now_s: float) -> int:
+        """Record that `holder` has each `(body, seq)`. Returns how many were accepted."""
+        accepted = 0
+        for info, seq in bodies:
+            body = self._body(info.content, info.exact, now_s)
+            if body is not None and self._put(body, holder, seq, now_s + self._ttl_s, gone=False):
+                body.info = info
+                accepted += 1
+        return accepted
+
+    def withdraw(
+        self, holder: Holder, bodies: Iterable[tuple[ContentKey, ExactKey, int]], now_s: float
+    ) -> int:
+        """Record that `holder` no longer has each `(content, exact, seq)`. Returns how many counted."""
+        accepted = 0
+        for content, exact, seq in bodies:
+            # Even where nothing is known to withdraw: the publish may still be on its way here.
+            body = self._body(content, exact, now_s)
+            if body is not None and self._put(body, holder, seq, now_s + self._tombstone_s, gone=True):
+                accepted += 1
+        return accepted
+
+    def lookup(
+        self, content: ContentKey, now_s: float, is_live: Callable[[str, int], bool]
+    ) -> list[Found]:
+        """Bodies under a content key with at least one live holder; never a tombstone."""
+        found = []
+        for body in self._keys.get(content, {}).values():
+            holders = tuple(
+                Holder(name, e.incarnation, e.tier)
+                for name, e in body.holders.items()
+                if not e.gone and e.expires_s > now_s and is_live(name, e.incarnation)
+            )
+            if holders and body.info is not None:
+                found.append(Found(body.info, holders))
+        return found
+
+    def expire(self, now_s: float, keys_max: int = 4096) -> int:
+        """Forget what has run out; returns how many entries went.
+
+        Entries of holders that are not live stay until then: this node's View may be the one that
+        lags, and `lookup` leaves them out meanwhile. One call looks at `keys_max` content keys at most and the next goes on from there, so that a
+        large shard is swept without ever holding up an answer for long.
+        """
+        if not self._unswept:
+            self._unswept = list(self._keys)
+        batch, self._unswept = self._unswept[-keys_max:], self._unswept[:-keys_max]
+        dropped = 0
+        for content in batch:
+            per_key = self._keys.get(content, {})
+            for exact in list(per_key):
+                holders = per_key[exact].holders
+                for name in list(holders):
+                    entry = holders[name]
+                    if entry.expires_s <= now_s:
+                        del holders[name]
+                        dropped += 1
+                if not holders:
+                    del per_key[exact]
+            if not per_key:
+                self._keys.pop(content, None)
+        return dropped
+
+    def _body(self, content: ContentKey, exact: ExactKey, now_s: float) -> _Body | None:
+        """The record of a body, made if need be; None where the bound on bodies a key is reached."""
+        per_key = self._keys.setdefault(content, {})
+        body = per_key.get(exact)
+        if body is None:
+            if len(per_key) >= self._bodies_max and not self._make_room(per_key, now_s):
+                return None
+            body = per_key[exact] = _Body(None, {})
+        return body
+
+    def _put(self, body: _Body, holder: Holder, seq: int, expires_s: float, *, gone: bool) -> bool:
+        entry = body.holders.get(holder.node)
+        if entry is not None and entry.incarnation == holder.incarnation and seq <= entry.seq:
+            return False
+        body.holders[holder.node] = _Entry(holder.incarnation, holder.tier, seq, expires_s, gone)
+        return True
+
+    @staticmethod
+    def _make_room(per_key: dict[ExactKey, _Body], now_s: float) -> bool:
+        """Drop one body that nobody is known to hold; the bounded few live ones stay."""
+        for exact, body in per_key.items():
+            if all(e.gone or e.expires_s <= now_s for e in body.holders.values()):
+                del per_key[exact]
+                return True
+        return False

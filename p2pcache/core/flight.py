@@ -1,0 +1,98 @@
+"""Pulls under way: one a body and node, within limits on their number and bytes.
+
+Many engines may ask for one body at once. The first asker's pull flies; the others join it and
+read what it brought. A flight that cannot start yet waits in line, first come first served, and one
+that nobody waits for any more is taken out of the line.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2pcache.types import ExactKey, InvariantError
+
+
+class Ticket(enum.Enum):
+    """What an asker has to do."""
+
+    FLY = "fly"  # pull it yourself, now, and say `landed` in the end, whatever happens
+    QUEUE = "queue"  # you will pull it, but wait for your turn first
+    JOIN = "join"  # somebody is on it: wait for them
+
+
+@dataclass(slots=True)
+class _Flight:
+    nbytes: int
+    peer: str
+    flying: bool
+    pilot: Any
+    passengers: list[Any] = field(default_factory=list)
+
+
+class Flights:
+    """The table. `pilot` and passengers are opaque to it: the shell's futures."""
+
+    def __init__(self, *, flights_max: int, bytes_max: int):
+        self._flights_max = flights_max
+        self._bytes_max = bytes_max
+        self._table: OrderedDict[ExactKey, _Flight] = OrderedDict()
+        self._flying = 0
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    @property
+    def bytes_in_flight(self) -> int:
+        return self._bytes
+
+    def bytes_by_peer(self) -> dict[str, int]:
+        """Bytes under way or in line from each peer."""
+        out: dict[str, int] = {}
+        for flight in self._table.values():
+            out[flight.peer] = out.get(flight.peer, 0) + flight.nbytes
+        return out
+
+    def ask(self, key: ExactKey, nbytes: int, peer: str, who: Any) -> Ticket:
+        """Ask for a body. `who` becomes its pilot (FLY, QUEUE) or a passenger (JOIN)."""
+        flight = self._table.get(key)
+        if flight is not None:
+            flight.passengers.append(who)
+            return Ticket.JOIN
+        flight = self._table[key] = _Flight(nbytes, peer, False, who)
+        in_line = any(not f.flying for f in self._table.values() if f is not flight)
+        if not in_line and self._may_fly(flight):
+            self._start(flight)
+            return Ticket.FLY
+        return Ticket.QUEUE
+
+    def landed(self, key: ExactKey) -> tuple[list[Any], list[Any]]:
+        """A flight ended, well or not, or left the line. Returns (its passengers, pilots to start)."""
+        flight = self._table.pop(key, None)
+        if flight is None:
+            raise InvariantError("a flight landed twice")
+        if flight.flying:
+            self._flying -= 1
+            self._bytes -= flight.nbytes
+        started = []
+        for waiting in self._table.values():
+            if waiting.flying:
+                continue
+            if not self._may_fly(waiting):
+                break  # first come, first served: a small one must not starve a large one
+            self._start(waiting)
+            started.append(waiting.pilot)
+        return flight.passengers, started
+
+    def _may_fly(self, flight: _Flight) -> bool:
+        # A body over the limit on bytes flies alone rather than never.
+        fits = self._bytes + flight.nbytes <= self._bytes_max or self._flying == 0
+        return fits and self._flying < self._flights_max
+
+    def _start(self, flight: _Flight) -> None:
+        flight.flying = True
+        self._flying += 1
+        self._bytes += flight.nbytes

@@ -1,0 +1,67 @@
+"""Who owns a key: weighted rendezvous hashing of 16,384 slots over a View.
+
+Every (slot, member) pair has a score; a slot's owners are the members with the k highest. There
+are no virtual nodes to collide, the top k *is* the replica list, and a member that joins or leaves
+moves only the slots that it wins or loses. Scores hash the member's *name*: one that restarts
+under its name gets the same slots back.
+
+Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998); the
+logarithmic weighting is Schindelhauer and Schomaker, "Weighted distributed hash tables" (2005).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from blake3 import blake3
+
+from p2pcache.types import ContentKey
+
+SLOTS = 16_384
+REPLICAS = 2
+
+
+def slot_of(key: ContentKey) -> int:
+    """The slot of a content key: its first 14 bits."""
+    return int.from_bytes(key[:2], "big") >> 2
+
+
+class Ring:
+    """The owners of every slot for one View. Immutable; computed once a View."""
+
+    def __init__(self, names: Sequence[str], weights: Sequence[float] | None = None, replicas: int = REPLICAS):
+        """names: distinct member names. weights: relative shares, all above 0 (default: equal)."""
+        self.names = tuple(sorted(names))
+        if len(set(self.names)) != len(self.names):
+            raise ValueError("member names must be distinct")
+        by_name = dict(zip(names, weights or [1.0] * len(names), strict=True))
+        count = min(replicas, len(self.names))
+        slots = np.arange(SLOTS, dtype=np.uint64)
+        scores = np.empty((len(self.names), SLOTS))
+        for row, name in enumerate(self.names):
+            salt = np.uint64(int.from_bytes(blake3(name.encode()).digest(8), "little"))
+            # 53 bits in (0, 1): -w / ln(u) orders members as a race of exponential clocks does.
+            unit = ((_mix(_mix(slots) ^ salt) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
+            scores[row] = -by_name[name] / np.log(unit)
+        # A stable sort by (score, name) makes equal scores resolve alike in every process.
+        self._owners = np.argsort(-scores, axis=0, kind="stable")[:count].T.astype(np.int32)
+
+    def owners(self, key: ContentKey) -> tuple[str, ...]:
+        """The key's owners, the first asked first. Empty where the View is empty."""
+        return tuple(self.names[i] for i in self._owners[slot_of(key)]) if self.names else ()
+
+    def share(self) -> dict[str, float]:
+        """Each member's share of first ownerships over an equal one: 1.0 is perfect balance."""
+        if not self.names:
+            return {}
+        counts = np.bincount(self._owners[:, 0], minlength=len(self.names))
+        return {n: float(c) * len(self.names) / SLOTS for n, c in zip(self.names, counts, strict=True)}
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """A 64-bit finaliser (Stafford's variant 13 of MurmurHash3's)."""
+    with np.errstate(over="ignore"):
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,299 @@
+"""The message format, between nodes (zmq) and between an engine and its node (unix socket).
+
+A message is one msgpack array:
+
+    [version, kind, id, op, to, sender, sender_incarnation, view_id, body]
+
+    version   int      PROTOCOL_VERSION; the first field in every version, so that a stranger can
+                       always be told apart and be refused by name
+    kind      str      "q" a request, "r" its reply, "e" an error reply, "n" a notice (no reply)
+    id        int      chosen by the asker, repeated in the reply
+    op        str      what is asked; see OPS
+    to        int      the incarnation that is meant, 0 for none in particular (law 6)
+    sender    str      the asking or answering node's name, "" for an engine
+    ...       int      and its incarnation
+    view_id   bytes    hash of the sender's View, b"" where it has none
+    body      map      per op and direction one schema, below; an error is {"code", "text"}
+
+Everything that arrives is a stranger's: sizes, depths, counts and types are bounded *before* a
+value is used, an unknown field is refused, and every defect is a `WireError`, never another
+exception. On the unix socket a message is preceded by its length as u32, little endian.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+
+from p2pcache.core.layout import LAYERS_MAX
+from p2pcache.types import KEY_BYTES, RemoteError, VersionMismatch
+
+PROTOCOL_VERSION = 1
+MESSAGE_BYTES_MAX = 16 << 20
+CHUNKS_MAX = 65_536
+BODIES_MAX = 8
+HOLDERS_MAX = 1024
+META_BYTES_MAX = 4096
+TEXT_MAX = 1024
+
+
+class WireError(RemoteError):
+    """A message that does not follow the format."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    kind: str
+    id: int
+    op: str
+    body: Mapping[str, Any]
+    to: int = 0
+    sender: str = ""
+    sender_incarnation: int = 0
+    view_id: bytes = b""
+
+
+# -- schemas: small checkers that raise WireError or return ----------------------------------------
+
+Check = Callable[[Any], None]
+
+
+def _int(low: int, high: int) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not int or not low <= value <= high:
+            raise WireError(f"expected an integer from {low} to {high}")
+
+    return check
+
+
+def _number(value: Any) -> None:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise WireError("expected a finite number")
+
+
+def _bool(value: Any) -> None:
+    if type(value) is not bool:
+        raise WireError("expected a bool")
+
+
+def _text(limit: int = TEXT_MAX) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not str or len(value) > limit:
+            raise WireError(f"expected text of at most {limit} characters")
+
+    return check
+
+
+def _bytes(low: int, high: int) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not bytes or not low <= len(value) <= high:
+            raise WireError(f"expected {low} to {high} bytes")
+
+    return check
+
+
+def _list(item: Check, limit: int) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not list or len(value) > limit:
+            raise WireError(f"expected a list of at most {limit}")
+        for one in value:
+            item(one)
+
+    return check
+
+
+def _tuple(*items: Check) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not list or len(value) != len(items):
+            raise WireError(f"expected {len(items)} values")
+        for item, one in zip(items, value, strict=True):
+            item(one)
+
+    return check
+
+
+def _map(key: Check, item: Check, limit: int) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not dict or len(value) > limit:
+            raise WireError(f"expected a map of at most {limit}")
+        for k, v in value.items():
+            key(k)
+            item(v)
+
+    return check
+
+
+def _optional(item: Check) -> Check:
+    def check(value: Any) -> None:
+        if value is not None:
+            item(value)
+
+    return check
+
+
+def _record(**fields: Check) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not dict or value.keys() != fields.keys():
+            raise WireError(f"expected the fields {', '.join(fields) or '(none)'}")
+        for name, item in fields.items():
+            try:
+                item(value[name])
+            except WireError as error:
+                raise WireError(f"{name}: {error}") from None
+
+    return check
+
+
+def _anything(value: Any) -> None:
+    """Already bounded by the decoder; only ever shown to a person."""
+
+
+U31, U63, U64 = _int(0, 2**31 - 1), _int(0, 2**63 - 1), _int(0, 2**64 - 1)
+KEY = _bytes(KEY_BYTES, KEY_BYTES)
+TOKEN = _bytes(16, 16)
+NAME = _text(256)
+TIER = _int(0, 2)
+# content, exact, tokens, nbytes, provenance, base position, codec
+BODY = _tuple(KEY, KEY, U31, U63, _int(0, 2), U31, _text(32))
+HOLDER = _tuple(NAME, U63, TIER)
+FOUND = _tuple(BODY, _list(HOLDER, HOLDERS_MAX))
+CHUNK = _tuple(KEY, KEY)  # content, exact
+CHECKSUMS = _list(U64, LAYERS_MAX)
+# An open ticket, or the reason why there is none: token, offset, nbytes, generation, checksums, meta
+TICKET = _tuple(_text(32), _tuple(TOKEN, U63, U63, U63, CHECKSUMS, _bytes(0, META_BYTES_MAX)))
+NO_TICKET = _tuple(_text(32), _optional(_anything))
+MEMBER = _record(
+    name=NAME, incarnation=U63, control=_text(), boot_id=_text(64), transports=_map(_text(16), _text(), 16)
+)
+DESCRIPTOR = _bytes(0, 1 << 16)
+NONE = _record()
+
+
+def _ticket(value: Any) -> None:
+    (TICKET if type(value) is list and value[:1] == ["ok"] else NO_TICKET)(value)
+
+
+# A chunk's answer: match, source, holder, body, found, expected cost in seconds, miss reason
+ANSWER = _tuple(
+    _text(16), _text(16), NAME, _optional(BODY), _list(FOUND, BODIES_MAX), _number, _text(32)
+)
+# What a fetched chunk became: source, peer, transport, (offset, nbytes, generation), meta, miss, cost
+GRANT = _tuple(
+    _text(16), NAME, _text(16), _optional(_tuple(U63, U63, U63)), _bytes(0, META_BYTES_MAX), _text(32), _number
+)
+
+OPS: dict[str, tuple[Check, Check]] = {
+    # between nodes: (request, reply)
+    "hello": (_record(member=MEMBER), _record(member=MEMBER)),
+    "directory.lookup": (
+        _record(contents=_list(KEY, CHUNKS_MAX)),
+        _record(found=_list(_list(FOUND, BODIES_MAX), CHUNKS_MAX), unknown=_bool),
+    ),
+    "directory.publish": (
+        _record(bodies=_list(_tuple(BODY, TIER, U63), CHUNKS_MAX), resync=_optional(_bytes(8, 8))),
+        _record(accepted=U31),
+    ),
+    "directory.withdraw": (
+        _record(bodies=_list(_tuple(KEY, KEY, U63), CHUNKS_MAX)),
+        _record(accepted=U31),
+    ),
+    "pull.open": (
+        _record(bodies=_list(KEY, CHUNKS_MAX), transport=_text(16), deadline_s=_number),
+        _record(tickets=_list(_ticket, CHUNKS_MAX)),
+    ),
+    "pull.close": (_record(tokens=_list(TOKEN, CHUNKS_MAX)), NONE),
+    "namespaces": (_record(descriptors=_list(DESCRIPTOR, 256)), _record(descriptors=_list(DESCRIPTOR, 256))),
+    "status": (NONE, _anything),
+    # between an engine and its node
+    "attach": (_record(role=_text(16)), _record(member=MEMBER, nonce=TOKEN, slab_bytes=U63)),
+    "lookup": (
+        _record(chunks=_list(CHUNK, CHUNKS_MAX), content_reuse=_bool, everywhere=_bool, deadline_s=_number),
+        _record(answers=_list(ANSWER, CHUNKS_MAX)),
+    ),
+    "fetch": (
+        _record(wants=_list(_tuple(BODY, _list(HOLDER, HOLDERS_MAX)), CHUNKS_MAX), deadline_s=_number),
+        _record(grants=_list(GRANT, CHUNKS_MAX)),
+    ),
+    "release": (_record(generations=_list(U63, CHUNKS_MAX)), NONE),
+    "reserve": (
+        _record(bodies=_list(BODY, CHUNKS_MAX), deadline_s=_number),
+        # per body: "ok" and (offset, generation), or the reason why not
+        _record(slots=_list(_tuple(_text(32), U63, U63), CHUNKS_MAX)),
+    ),
+    "commit": (
+        _record(slots=_list(_tuple(U63, CHECKSUMS, _bytes(0, META_BYTES_MAX)), CHUNKS_MAX)),
+        _record(committed=U31),
+    ),
+    "abort": (_record(generations=_list(U63, CHUNKS_MAX)), NONE),
+    "published": (NONE, NONE),
+    "forget": (_record(bodies=_list(KEY, CHUNKS_MAX)), NONE),
+    "pin": (_record(bodies=_list(KEY, CHUNKS_MAX), ttl_s=_number), _record(pinned=U31)),
+    "open": (_record(descriptor=DESCRIPTOR), NONE),
+    "siblings": (_record(descriptor=DESCRIPTOR), _record(descriptors=_list(DESCRIPTOR, 4096))),
+    "mesh": (_record(deadline_s=_number), _anything),
+    "report": (_record(prefill_tokens_per_s=_number), NONE),
+}
+_ERROR = _record(code=_text(32), text=_text(4096))
+
+
+def encode(message: Message) -> bytes:
+    """A message as bytes. Raises WireError where ours would not pass `decode` by its size."""
+    m = message
+    raw = msgpack.packb(
+        [PROTOCOL_VERSION, m.kind, m.id, m.op, m.to, m.sender, m.sender_incarnation, m.view_id, m.body],
+        use_bin_type=True,
+    )
+    if len(raw) > MESSAGE_BYTES_MAX:
+        raise WireError(f"a message of {len(raw):,} bytes is over the limit of {MESSAGE_BYTES_MAX:,}")
+    return raw
+
+
+def decode(raw: bytes | memoryview) -> Message:
+    """Read a stranger's bytes. Raises WireError or VersionMismatch, nothing else."""
+    if len(raw) > MESSAGE_BYTES_MAX:
+        raise WireError(f"a message of {len(raw):,} bytes is over the limit of {MESSAGE_BYTES_MAX:,}")
+    try:
+        fields = msgpack.unpackb(
+            raw,
+            raw=False,
+            use_list=True,
+            strict_map_key=True,
+            max_str_len=1 << 16,
+            max_bin_len=1 << 20,
+            max_array_len=CHUNKS_MAX,
+            max_map_len=4096,
+            max_ext_len=0,
+        )
+    except (ValueError, RecursionError, msgpack.exceptions.UnpackException) as error:
+        raise WireError(f"not a msgpack message within bounds: {type(error).__name__}") from None
+    if type(fields) is not list or not fields or type(fields[0]) is not int:
+        raise WireError("not a p2pcache message")
+    if fields[0] != PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the other side speaks p2pcache protocol {fields[0]}, this one speaks {PROTOCOL_VERSION}"
+        )
+    _tuple(_int(PROTOCOL_VERSION, PROTOCOL_VERSION), _text(1), U63, _text(32), U63, NAME, U63, _bytes(0, 8), _anything)(
+        fields
+    )
+    _, kind, id_, op, to, sender, incarnation, view_id, body = fields
+    if kind == "e":
+        _ERROR(body)
+    elif kind not in ("q", "r", "n") or op not in OPS:
+        raise WireError(f"unknown kind {kind!r} or operation {op[:32]!r}")
+    else:
+        OPS[op][kind == "r"](body)
+    return Message(kind, id_, op, body, to, sender, incarnation, view_id)
+
+
+def peek_id(raw: bytes | memoryview) -> int:
+    """The id of a message in another version, whose first three fields stand where ours do; else 0."""
+    try:
+        fields = msgpack.unpackb(raw, max_array_len=64, max_map_len=4096, max_ext_len=0)
+    except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException):
+        return 0
+    known = type(fields) is list and len(fields) > 2 and type(fields[2]) is int and 0 <= fields[2] < 2**63
+    return fields[2] if known else 0

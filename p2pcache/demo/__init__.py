@@ -1,0 +1,1 @@
+"""A real small model and real text, for demos, end-to-end tests and benchmarks; no network needed."""

@@ -1,0 +1,227 @@
+"""A transformers decoder beside a p2pcache node: prefill what the mesh lacks, store what is new.
+
+    engine = TransformersEngine(model, client, weights="<fingerprint>")
+    prefill = engine.prefill(tokens, chunker)       # looks up, pulls, computes only the rest
+    answer = engine.generate(prefill, 32)
+    engine.store(prefill)                           # prompt and answer, off the critical path
+    prefill.close()
+
+Batch of one; eager or SDPA attention. Approximate KV (whatever attended to KV that was reused at
+another position) is stored as such and never as exact.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from p2pcache.api import Cache, Client
+from p2pcache.blend.rotate import RopeSpec
+from p2pcache.blend.select import HEAD_TOKENS, Piece
+from p2pcache.blend.sparse import SparsePrefill, decode, extract_kv, sparse_prefill
+from p2pcache.core.chunking import Chunker, ContentChunker, as_tokens
+from p2pcache.core.keys import ChunkKeys, Namespace
+from p2pcache.core.layout import KVLayout
+from p2pcache.results import FetchedChunk, Lookup, Prefetch, Stored
+from p2pcache.types import ConfigError, Match, Provenance
+
+
+@dataclass
+class Prefill:
+    """A prompt whose KV is complete: the first logits, a cache to decode with, and where it came from.
+
+    Owns leases until `close`; the cache itself is the engine's memory and stays valid.
+    """
+
+    tokens: np.ndarray  # uint32 [n], grows as answer tokens are generated
+    prompt_tokens: int
+    chunker: Chunker
+    lookup: Lookup
+    chunks: list[FetchedChunk]
+    sparse: SparsePrefill
+    logits: torch.Tensor  # [vocab] behind the last token
+    ttft_s: float  # from the call to the first logits
+    _prefetch: Prefetch | None = field(default=None, repr=False)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        return len(self.sparse.recomputed)
+
+    @property
+    def exact(self) -> bool:
+        """Whether all KV of the prompt is what a full prefill gives."""
+        return self.sparse.exact_tokens >= self.prompt_tokens
+
+    def close(self) -> None:
+        """End the leases on fetched chunks. Idempotent."""
+        if self._prefetch is not None:
+            self._prefetch.close()
+
+
+class _MeshLayers:
+    """A `LayerSource` over a prefetch: layer i as soon as its event has come."""
+
+    def __init__(self, prefetch: Prefetch, pieces: dict[int, Piece]):
+        self._prefetch = prefetch
+        self._pieces = pieces
+
+    def layer(self, index: int) -> Iterable[tuple[Piece, torch.Tensor]]:
+        for chunk, kv in self._prefetch.layer(index):
+            yield self._pieces[chunk.found.keys.start], kv
+
+
+class TransformersEngine:
+    """One model in this process, one namespace of the mesh."""
+
+    def __init__(
+        self,
+        model: Any,
+        client: Client,
+        *,
+        weights: str,
+        name: str = "",
+        tenant: bytes | None = None,
+        head_tokens: int = HEAD_TOKENS,
+    ):
+        """weights: fingerprint of the model's weights. tenant: a hashed salt (`hash_salt`).
+
+        A model whose keys cannot be moved gets exact reuse only; `content_reuse` says which.
+        """
+        self.model = model
+        self.head_tokens = head_tokens
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        layout = KVLayout(
+            layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=str(model.dtype).removeprefix("torch."),
+        )
+        try:
+            self.rope: RopeSpec | None = RopeSpec.from_model(model)
+            self.why_exact_only = ""
+        except ConfigError as error:
+            self.rope, self.why_exact_only = None, str(error)
+        namespace = Namespace(
+            name or getattr(config, "name_or_path", "") or type(model).__name__,
+            weights,
+            layout,
+            rope=self.rope.fingerprint() if self.rope is not None else None,
+            tenant=tenant,
+        )
+        self.cache: Cache = client.open(namespace)
+        self._max_tokens = getattr(config, "max_position_embeddings", None)
+        self._vocab = config.vocab_size
+
+    @property
+    def content_reuse(self) -> bool:
+        """Whether this model's KV may be reused at other positions."""
+        return self.rope is not None
+
+    def prefill(
+        self,
+        tokens: Any,
+        chunker: Chunker | None = None,
+        *,
+        content_reuse: bool = True,
+        budget_s: float = 5.0,
+        spare_tokens: int = 256,
+    ) -> Prefill:
+        """Have the KV of a prompt, from the mesh as far as it has it. Raises ConfigError for a bad prompt.
+
+        budget_s: for all pulls together; what is not here by then is computed. spare_tokens: room to
+        decode into without growing the cache.
+        """
+        started_s = time.perf_counter()
+        run = self._checked(tokens)
+        chunker = chunker or ContentChunker()
+        lookup = self.cache.lookup(run, chunker=chunker, content_reuse=content_reuse and self.content_reuse)
+        prefetch = self.cache.prefetch(lookup, budget_s=budget_s)
+        try:
+            chunks = list(prefetch.chunks())
+            pieces = _pieces(chunks)
+            source = _MeshLayers(prefetch, pieces) if pieces else None
+            sparse = sparse_prefill(
+                self.model,
+                run,
+                list(pieces.values()),
+                source,
+                self.rope,
+                self.head_tokens,
+                capacity=len(run) + spare_tokens,
+            )
+        except BaseException:
+            prefetch.close()
+            raise
+        ttft_s = time.perf_counter() - started_s
+        return Prefill(run, len(run), chunker, lookup, chunks, sparse, sparse.logits_last, ttft_s, prefetch)
+
+    def generate(self, prefill: Prefill, tokens_max: int, stop: Iterable[int] = ()) -> list[int]:
+        """Greedy decoding behind a prefill. Returns the answer; its KV is in the prefill's cache.
+
+        The last token of the answer has no KV yet: nothing was computed behind it.
+        """
+        ends, answer = set(stop), []
+        while len(answer) < tokens_max:
+            token = int(prefill.logits.argmax())
+            answer.append(token)
+            if token in ends or len(answer) == tokens_max:
+                break
+            prefill.logits = decode(self.model, prefill.sparse.cache, [token])[-1]
+            prefill.tokens = np.append(prefill.tokens, np.uint32(token))
+        return answer
+
+    def new_chunks(self, prefill: Prefill) -> list[tuple[ChunkKeys, Provenance]]:
+        """What the mesh lacks of a prompt and its answer, and how each chunk was computed.
+
+        A chunk that was served from the mesh is not new, not even where parts of it were recomputed:
+        a moved copy is no source for others.
+        """
+        reused = {c.found.keys.start for c in prefill.chunks if c.kv is not None}
+        exact_until = len(prefill.tokens) if prefill.exact else prefill.sparse.exact_tokens
+        return [
+            (k, Provenance.IN_CONTEXT if k.stop <= exact_until else Provenance.APPROXIMATE)
+            for k in self.cache.chunks(prefill.tokens, prefill.chunker)
+            if k.start not in reused
+        ]
+
+    def store(self, prefill: Prefill) -> Stored:
+        """Store the new chunks of a prompt and its answer (see `new_chunks`)."""
+        new = self.new_chunks(prefill)
+
+        def write(chunk: ChunkKeys, out: torch.Tensor) -> None:
+            extract_kv(prefill.sparse.cache, chunk.start, chunk.stop, out=out)
+
+        return self.cache.store([k for k, _ in new], write, provenance=[p for _, p in new])
+
+    def _checked(self, tokens: Any) -> np.ndarray:
+        run = as_tokens(tokens)
+        if len(run) == 0:
+            raise ConfigError("a prompt has at least one token")
+        if self._max_tokens and len(run) > self._max_tokens:
+            raise ConfigError(f"a prompt of {len(run)} tokens is over the model's context of {self._max_tokens}")
+        if int(run.max()) >= self._vocab:
+            raise ConfigError(f"token {int(run.max())} is outside the model's vocabulary of {self._vocab}")
+        return run
+
+
+def _pieces(chunks: Iterable[FetchedChunk]) -> dict[int, Piece]:
+    """What was fetched, as pieces for the sparse prefill, by start. Ordered."""
+    pieces: dict[int, Piece] = {}
+    before: FetchedChunk | None = None
+    for c in chunks:
+        if c.kv is None or c.found.body is None:
+            before = None
+            continue
+        keys, body = c.found.keys, c.found.body
+        exact = c.found.match is Match.EXACT
+        # The one before must itself have come: a run is only a run as far as it is there.
+        follows = c.found.follows and before is not None and before.found.keys.stop == keys.start
+        pieces[keys.start] = Piece(keys.start, keys.stop, body.base_position, exact, follows and not exact)
+        before = c
+    return pieces

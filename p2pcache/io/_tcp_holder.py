@@ -1,0 +1,218 @@
+"""The holder's end of the tcp transport: a listener that sends bodies to whoever shows a ticket."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from functools import partial
+
+from p2pcache.io.ports import Tickets
+from p2pcache.io._tcp_sockets import (
+    ANSWER,
+    BAD_LENGTH,
+    BAD_VERSION,
+    GONE,
+    MAGIC,
+    OK,
+    PIECE_BYTES,
+    REQUEST,
+    STALLED_S,
+    VERSION,
+    Workers,
+    close_all,
+    join,
+    reset,
+    set_timeouts,
+    tune,
+)
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 60.0  # a connection without a request is closed after so long
+REQUEST_S = 5.0  # a started request must be whole by then
+SWEEP_S = 1.0
+
+
+class _Connection:
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.inbox = bytearray()
+        self.deadline_s = time.monotonic() + IDLE_S
+
+
+class Holder:
+    """Sends bodies to whoever shows a ticket.
+
+    One thread watches the listener and every connection that waits for a request. It reads
+    requests without blocking, so half a frame from a stranger costs a descriptor for REQUEST_S and
+    never a thread. A whole request goes to a worker, which gives the connection back afterwards.
+    """
+
+    def __init__(
+        self, listener: socket.socket, tickets: Tickets, threads_max: int, connections_max: int
+    ) -> None:
+        self._listener = listener
+        self._tickets = tickets
+        self._connections_max = connections_max
+        self._workers = Workers("p2pcache-tcp-send", threads_max)
+        self._selector = selectors.DefaultSelector()
+        self._idle: dict[_Connection, None] = {}  # the watcher's alone; longest idle first
+        self._lock = threading.Lock()  # guards the three below
+        self._serving: set[_Connection] = set()
+        self._served: deque[_Connection] = deque()
+        self._closing = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._take_back)
+        self._watcher = threading.Thread(target=self._watch, name="p2pcache-tcp-listen", daemon=True)
+        self._watcher.start()
+
+    async def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            for connection in self._serving:
+                with contextlib.suppress(OSError):
+                    connection.sock.shutdown(socket.SHUT_RDWR)
+            os.eventfd_write(self._wake, 1)
+        await join([self._watcher])
+        await join(self._workers.stop())  # after the watcher, which submits to them
+        os.close(self._wake)
+
+    # On the watcher's thread.
+
+    def _watch(self) -> None:
+        swept_s = time.monotonic()
+        while not self._closing:
+            for key, _ in self._selector.select(SWEEP_S):
+                try:
+                    key.data()
+                except Exception:
+                    log.exception("the tcp listener goes on after")
+            if (now := time.monotonic()) >= swept_s + SWEEP_S:
+                swept_s = now
+                for connection in [c for c in self._idle if c.deadline_s < now]:
+                    self._drop(connection)
+        self._selector.close()
+        self._listener.close()
+        close_all(connection.sock for connection in [*self._idle, *self._served])
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionError):
+            return
+        except OSError as exc:  # no descriptors: the listener stays readable, so do not spin
+            log.warning("cannot accept a tcp reader: %s", exc)
+            if not self._drop_longest_idle():
+                time.sleep(SWEEP_S)
+            return
+        full = len(self._idle) + len(self._serving) >= self._connections_max
+        if full and not self._drop_longest_idle():
+            sock.close()
+            return
+        tune(sock)
+        set_timeouts(sock, receive_s=REQUEST_S, send_s=STALLED_S)
+        self._await_request(_Connection(sock))
+
+    def _await_request(self, connection: _Connection) -> None:
+        connection.deadline_s = time.monotonic() + IDLE_S
+        self._idle[connection] = None
+        self._selector.register(connection.sock, selectors.EVENT_READ, partial(self._read, connection))
+
+    def _take_back(self) -> None:
+        os.eventfd_read(self._wake)
+        while self._served and not self._closing:
+            self._await_request(self._served.popleft())
+
+    def _read(self, connection: _Connection) -> None:
+        if connection not in self._idle:
+            return  # dropped since `select` returned
+        inbox = connection.inbox
+        try:
+            inbox += (data := connection.sock.recv(REQUEST.size - len(inbox), socket.MSG_DONTWAIT))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data or not inbox.startswith(MAGIC[: len(inbox)]):
+            return self._drop(connection)
+        if len(inbox) > 4 and inbox[4] != VERSION:
+            with contextlib.suppress(OSError):
+                answer = ANSWER.pack(MAGIC, VERSION, BAD_VERSION, 0)
+                connection.sock.send(answer, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            return self._drop(connection)
+        if len(inbox) < REQUEST.size:
+            connection.deadline_s = min(connection.deadline_s, time.monotonic() + REQUEST_S)
+            return
+        _, _, token, nbytes = REQUEST.unpack(inbox)
+        inbox.clear()
+        self._forget(connection)
+        with self._lock:
+            self._serving.add(connection)
+        self._workers.submit(partial(self._serve, connection, token, nbytes))
+
+    def _drop_longest_idle(self) -> bool:
+        if not self._idle:
+            return False
+        self._drop(next(iter(self._idle)))
+        return True
+
+    def _drop(self, connection: _Connection) -> None:
+        self._forget(connection)
+        connection.sock.close()
+
+    def _forget(self, connection: _Connection) -> None:
+        del self._idle[connection]
+        self._selector.unregister(connection.sock)
+
+    # On a worker's thread.
+
+    def _serve(self, connection: _Connection, token: bytes, nbytes: int) -> None:
+        clean = False
+        try:
+            if not self._closing:
+                self._answer(connection.sock, token, nbytes)
+                clean = True
+        except OSError as exc:
+            log.debug("a tcp reader went away: %s", exc)
+        except Exception:
+            log.exception("serving a tcp reader failed on our side")
+        with self._lock:
+            self._serving.discard(connection)
+            if clean and not self._closing:
+                self._served.append(connection)
+                os.eventfd_write(self._wake, 1)
+                return
+        reset(connection.sock)
+
+    def _answer(self, sock: socket.socket, token: bytes, nbytes: int) -> None:
+        body = self._tickets.begin(token)
+        if body is None:
+            sock.sendall(ANSWER.pack(MAGIC, VERSION, GONE, 0), socket.MSG_NOSIGNAL)
+            return
+        try:
+            if body.nbytes == nbytes:
+                _send_body(sock, body)
+            else:
+                sock.sendall(ANSWER.pack(MAGIC, VERSION, BAD_LENGTH, body.nbytes), socket.MSG_NOSIGNAL)
+        finally:
+            del body  # before `end`: whoever waits for it may want to unmap the slab
+            self._tickets.end(token)
+
+
+def _send_body(sock: socket.socket, body: memoryview) -> None:
+    """Raises OSError when the reader has gone, or BlockingIOError when it took nothing for STALLED_S."""
+    header = ANSWER.pack(MAGIC, VERSION, OK, body.nbytes)
+    with body[:PIECE_BYTES] as piece:
+        sent = sock.sendmsg([header, piece], [], socket.MSG_NOSIGNAL) - len(header)
+    if sent < 0:
+        raise BlockingIOError("the reader does not even take a header")
+    while sent < body.nbytes:
+        with body[sent : sent + PIECE_BYTES] as piece:
+            sent += sock.send(piece, socket.MSG_NOSIGNAL)

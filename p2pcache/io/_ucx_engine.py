@@ -1,0 +1,282 @@
+"""The one thread that owns UCX: its worker, its endpoints and every request on them.
+
+What UCX needs and does not say (measured with UCXX 0.52 on UCX 1.21):
+
+- Cancelling a request that has met its peer does nothing; it may write later and call that a
+  success. A transfer is given up by force-closing its endpoint (`close_blocking`; plain `close`
+  flushes first, which a frozen peer never lets it do) and by then progressing until *every*
+  request on it has completed. So one endpoint carries one transfer at a time.
+- A request keeps no reference to its buffer: whoever posts it does, until it has completed.
+- Its receives complete when their endpoint is force-closed only if they were posted through it.
+- Where the requests of a force-closed endpoint complete only later, UCXX leaks the endpoint (some
+  10 KB), and with a holder's its listener, so that the port stays taken until the process ends. A
+  tag receive that waits for its message does not; one for a stream or an active message does.
+  So a holder waits for requests by tag, and learns that tag once, from the connection's stream.
+- `am_probe` stays true once it was, even for the next endpoint that gets the same handle.
+- A peer that dies is told by `alive`, a frozen one by nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from p2pcache.types import ConfigError
+
+log = logging.getLogger(__name__)
+
+SWEEP_S = 1.0
+DRAIN_POLL_S = 0.005  # not every completion after a forced close is told by an event
+DRAIN_S = 10.0  # at close: requests complete within milliseconds of a forced close, or never
+
+SETTINGS: Mapping[str, str] = {
+    "TLS": "^shm",  # with error handling UCX would not use it, and across namespaces it gets lost
+    "TCP_TX_SEG_SIZE": "256k",
+    "TCP_RX_SEG_SIZE": "256k",
+    "RNDV_SCHEME": "put_zcopy",
+    "RNDV_THRESH": "64k",
+    "TCP_CM_REUSEADDR": "y",  # a restarted node gets its port back
+}
+Buffer = memoryview | bytes | bytearray
+EXTRA = "pip install 'p2pcache[ucx-cu12]'"
+
+
+def import_ucx() -> tuple[Any, Callable[[Any], Any]]:
+    """(`libucxx`, its `Array`). Raises ConfigError that says what to install."""
+    # These two belong to no context, so they cannot be passed to one. ucxx sets a variable that a UCX
+    # without CUDA warns about; and UCX warns of every reader that gives up, which is ordinary here.
+    os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    try:
+        from ucxx._lib import libucxx
+        from ucxx._lib.arr import Array
+    except (ImportError, OSError) as exc:
+        raise ConfigError(f"the ucx transport needs ucxx ({exc}): {EXTRA}") from exc
+    return libucxx, Array
+
+
+class Activity(Protocol):
+    """Something under way on the engine's thread, stepped whenever UCX has made progress."""
+
+    def step(self, now_s: float) -> bool:
+        """Whether it is still under way. Harmless once it is not."""
+
+    def stop(self, error: Exception) -> None:
+        """Begin to give up. It is stepped on until its requests have completed."""
+
+
+class Link:
+    """An endpoint, and what is outstanding on it."""
+
+    def __init__(self, endpoint: Any) -> None:
+        self.endpoint = endpoint
+        self.request_tag = 0  # chosen by the reader: the holder waits for requests under it
+        self.idle_since_s = time.monotonic()
+        self._outstanding: list[tuple[Any, object]] = []  # request, and what keeps its buffer
+        self._closed = False
+
+    @property
+    def alive(self) -> bool:
+        return not self._closed and self.endpoint.alive
+
+    def hold(self, request: Any, buffer: object) -> Any:
+        self._outstanding.append((request, buffer))
+        return request
+
+    def quiet(self) -> bool:
+        """Whether every request has completed: nothing reads or writes their buffers any more."""
+        self._outstanding = [held for held in self._outstanding if not held[0].completed]
+        return not self._outstanding
+
+    def force_close(self) -> None:
+        """Its requests complete soon, with errors. By `Engine.force_close` only."""
+        if not self._closed:
+            self._closed = True
+            self.endpoint.close_blocking()
+
+
+class Engine:
+    """Starts its thread at once. `call`, `close`, `error` and `info` are for everyone; the rest is
+    that thread's own.
+
+    Commands run once UCX is open, or with `closing` set where it could not be opened, is being
+    closed, or met an error of ours; then `error` says why.
+    """
+
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        self._settings = settings
+        self._commands: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()  # guards the commands and the life of the eventfd
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._activities: list[Activity] = []
+        self._added: list[Activity] = []
+        self._discarded: list[Link] = []  # force-closed, not yet quiet
+        self._stirred = self._draining = False
+        self._drain_until_s = float("inf")
+        self.closing = False
+        self.error: Exception | None = None
+        self.info = ""
+        self.ucx: Any = None
+        self.worker: Any = None
+        self.listener: Any = None
+        self._array: Any = None
+        self.thread = threading.Thread(target=self._run, name="p2pcache-ucx", daemon=True)
+        self.thread.start()
+
+    def call(self, command: Callable[[], None]) -> bool:
+        """Run `command` on the thread, soon. False: the thread has gone, and will not."""
+        with self._lock:
+            if self._wake < 0:
+                return False
+            self._commands.append(command)
+            os.eventfd_write(self._wake, 1)
+            return True
+
+    def close(self) -> None:
+        """Stop what is under way, then the thread; it can be joined afterwards."""
+        self.call(self._begin_closing)
+
+    # On the engine's thread.
+
+    def add(self, activity: Activity) -> None:
+        self._added.append(activity)
+
+    def connect(self, host: str, port: int) -> Link:
+        return Link(self.worker.create_endpoint_from_hostname(host, port, True))
+
+    def force_close(self, link: Link) -> None:
+        self._stirred = True
+        link.force_close()
+
+    def discard(self, link: Link) -> None:
+        """Close a link for good; its last requests are progressed to their end."""
+        self.force_close(link)
+        self._discarded.append(link)
+
+    def is_quiet(self, link: Link) -> bool:
+        """Whether every request on it has completed. If not, the engine sees to it that they do."""
+        quiet = link.quiet()
+        self._draining = self._draining or not quiet
+        return quiet
+
+    def send(self, link: Link, memory: Buffer, tag: int) -> Any:
+        array = self._array(memory)
+        return self._posted(link, link.endpoint.tag_send(array, self.ucx.UCXXTag(tag)), array)
+
+    def receive(self, link: Link, memory: Buffer, tag: int) -> Any:
+        array = self._array(memory)
+        return self._posted(link, link.endpoint.tag_recv(array, self.ucx.UCXXTag(tag)), array)
+
+    def send_hello(self, link: Link, hello: bytes) -> Any:
+        array = self._array(hello)
+        return self._posted(link, link.endpoint.stream_send(array), array)
+
+    def receive_hello(self, link: Link, hello: bytearray) -> Any:
+        """The first bytes of the connection, whoever sent them: tags do not tell the sender."""
+        array = self._array(hello)
+        return self._posted(link, link.endpoint.stream_recv(array), array)
+
+    def _posted(self, link: Link, request: Any, buffer: object) -> Any:
+        self._stirred = True
+        return link.hold(request, buffer)
+
+    def _run(self) -> None:
+        try:
+            self._open()
+            self._progress_until_closed()
+        except Exception as exc:
+            if not isinstance(exc, ConfigError):
+                log.exception("the ucx thread stops")
+            self.error = exc
+            try:
+                self._begin_closing()
+                if self.worker is not None:
+                    self._progress_until_closed()
+            except Exception:  # what has not settled stays quarantined: bytes may still be moving
+                log.exception("the ucx thread could not stop cleanly")
+        finally:
+            with self._lock:
+                os.close(self._wake)
+                self._wake = -1
+            for command in self._commands:  # they see `closing`
+                command()
+            self._commands.clear()
+            self._activities.clear()
+            self._discarded.clear()
+            self.listener = self.worker = None
+
+    def _open(self) -> None:
+        self.ucx, self._array = import_ucx()
+        features = self.ucx.Feature
+        try:
+            context = self.ucx.UCXContext(
+                dict(self._settings), feature_flags=(features.TAG, features.STREAM, features.WAKEUP)
+            )
+            worker = self.ucx.UCXWorker(
+                context, enable_delayed_submission=False, enable_python_future=False
+            )
+            worker.init_blocking_progress_mode()
+        except self.ucx.UCXError as exc:
+            raise ConfigError(f"UCX does not start with {dict(self._settings)}: {exc}") from exc
+        self.info = context.info
+        self.worker = worker
+
+    def _progress_until_closed(self) -> None:
+        with select.epoll() as events:
+            events.register(self._wake, select.EPOLLIN)
+            events.register(self.worker.epoll_file_descriptor, select.EPOLLIN)
+            while True:
+                self._stirred = self._draining = False
+                self._run_commands()
+                self.worker.progress()
+                self._step()
+                if self.closing and not (self._activities or self._added or self._discarded):
+                    return
+                if time.monotonic() > self._drain_until_s:
+                    log.error("ucx requests did not complete in %.0f s; they stay quarantined", DRAIN_S)
+                    return
+                # A request may complete as it is posted, without an event: look again before sleep.
+                # Arming fails while there is something to progress, so no event is slept through.
+                if not (self._stirred or self._added) and self.worker.arm():
+                    events.poll(DRAIN_POLL_S if self._draining or self.closing else SWEEP_S)
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            with self._lock:
+                commands = list(self._commands)
+                self._commands.clear()
+                os.eventfd_read(self._wake)
+            for command in commands:
+                command()
+
+    def _step(self) -> None:
+        now_s = time.monotonic()
+        self._activities += self._added
+        self._added = []
+        self._activities = [activity for activity in self._activities if self._steps(activity, now_s)]
+        if self._discarded:
+            self._discarded = [link for link in self._discarded if not self.is_quiet(link)]
+
+    def _steps(self, activity: Activity, now_s: float) -> bool:
+        try:
+            return activity.step(now_s)
+        except Exception:
+            if self.error is None:
+                raise  # the first stops the engine, whose other activities are then wound up
+            log.exception("an activity could not be wound up; what it has not settled never settles")
+            return False
+
+    def _begin_closing(self) -> None:
+        if self.closing:
+            return
+        self.closing = True
+        self._drain_until_s = time.monotonic() + DRAIN_S
+        self.listener = None
+        for activity in [*self._activities, *self._added]:
+            activity.stop(self.error or ConnectionAbortedError("the transport is closed"))

@@ -1,0 +1,273 @@
+"""The reader's end of the ucx transport: a pull as its caller sees it, and as it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from p2pcache.io._ucx_engine import Engine, Link
+from p2pcache.io.ports import Ticket, TicketGone, TransportError
+from p2pcache.types import InvariantError
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"P2PK"
+VERSION = 1
+HELLO = struct.Struct(">4sB3xQ")
+REQUEST = struct.Struct(">4sB3x16sQQ")
+ANSWER = struct.Struct(">4sBB2xQ")
+OK, GONE, BAD_LENGTH = range(3)
+
+PIECE_BYTES = 4 << 20  # one message of a body, and the step of progress
+PIECES_POSTED = 4  # receives posted at once; enough to keep the fabric busy
+READER_IDLE_S = 30.0
+
+Address = tuple[str, int]
+PeerKey = tuple[str, int, Address]
+
+
+class UcxPull:
+    """See `ports.Pull`. Futures and `progress` belong to the loop; the engine posts to it.
+
+    `dest` is None once the pull has settled: the slab is its owner's again.
+    """
+
+    def __init__(
+        self, peer: str, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]
+    ) -> None:
+        if dest.readonly or dest.ndim != 1 or dest.itemsize != 1 or dest.nbytes != ticket.nbytes:
+            raise InvariantError(f"a destination must be {ticket.nbytes:,} writable bytes")
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[None] = self._loop.create_future()
+        self.settled: asyncio.Future[None] = self._loop.create_future()
+        self.done.add_done_callback(lambda f: f.cancelled() or f.exception())  # not always awaited
+        self.peer = peer
+        self.ticket = ticket
+        self.dest: memoryview | None = dest
+        self.abandoned: Callable[[], object] = lambda: None  # tells the engine
+        self._progress = progress
+
+    def abandon(self) -> None:
+        if not self.settled.done():
+            self._end(TransportError("abandoned"))
+            self.abandoned()
+
+    # On the engine's thread.
+
+    def landed(self, nbytes: int) -> None:
+        self._post(self._report, nbytes)
+
+    def fail(self, error: Exception) -> None:
+        """`done`, while requests on the destination may be outstanding still."""
+        self._post(self._end, error)
+
+    def finish(self, error: Exception | None) -> None:
+        """`done` and `settled`."""
+        self._post(self._finish, error)
+
+    def _post(self, call: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has gone, and with it who would listen
+            self._loop.call_soon_threadsafe(call, *args)
+
+    # On the loop.
+
+    def _report(self, nbytes: int) -> None:
+        if not self.done.done():
+            self._progress(nbytes)
+
+    def _end(self, error: Exception | None) -> None:
+        if not self.done.done():
+            self.done.set_result(None) if error is None else self.done.set_exception(error)
+
+    def _finish(self, error: Exception | None) -> None:
+        self.dest = None
+        self._end(error)
+        if not self.settled.done():
+            self.settled.set_result(None)
+
+
+class IdleLinks:
+    """An activity that keeps links to holders, by peer incarnation, for the next pull."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._idle: dict[PeerKey, list[Link]] = {}
+        self._stopped = False
+
+    def take(self, key: PeerKey) -> Link | None:
+        idle = self._idle.get(key, [])
+        while idle:
+            link = idle.pop()
+            if link.alive:
+                return link
+            self._engine.discard(link)
+        return None
+
+    def give(self, key: PeerKey, link: Link) -> None:
+        if self._stopped:
+            self._engine.discard(link)
+        else:
+            link.idle_since_s = time.monotonic()
+            self._idle.setdefault(key, []).append(link)
+
+    def step(self, now_s: float) -> bool:
+        for key, idle in list(self._idle.items()):
+            while idle and idle[0].idle_since_s < now_s - READER_IDLE_S:
+                self._engine.discard(idle.pop(0))
+            if not idle:
+                del self._idle[key]
+        return not self._stopped
+
+    def stop(self, error: Exception) -> None:
+        self._stopped = True
+        for idle in self._idle.values():
+            for link in idle:
+                self._engine.discard(link)
+        self._idle.clear()
+
+
+class Arrival:
+    """An activity: one pull, from the request until nothing can write to its destination."""
+
+    def __init__(self, engine: Engine, idle: IdleLinks, pull: UcxPull, key: PeerKey) -> None:
+        self._engine, self._idle, self._pull, self._key = engine, idle, pull, key
+        self._dest: memoryview | None = pull.dest
+        self._nbytes = pull.ticket.nbytes
+        self._tag = 0
+        self._link: Link | None = None
+        self._pooled = False
+        self._answer = bytearray(ANSWER.size)
+        self._answered: Any = None  # the request that receives the answer, until it has come
+        self._pieces: deque[tuple[Any, int]] = deque()  # receives under way, and where each ends
+        self._posted_bytes = self._landed_bytes = 0
+        self._stopping = self._over = False
+
+    def begin(self) -> None:
+        if self._over:
+            return  # abandoned before the engine came to it
+        self._engine.add(self)
+        if self._engine.closing:
+            return self.stop(self._engine.error or TransportError("the transport is closed"))
+        self._guarded(self._ask)
+
+    def step(self, now_s: float) -> bool:
+        if not (self._stopping or self._over):
+            self._guarded(self._advance)
+        if self._stopping and not self._over and self._is_quiet():
+            self._let_go()
+            self._pull.finish(None)  # `done` has its error already
+        return not self._over
+
+    def stop(self, error: Exception) -> None:
+        if self._over or self._stopping:
+            return
+        self._stopping = True
+        self._pull.fail(error if isinstance(error, TransportError) else self._blame(error))
+        if self._link is None:
+            self._let_go()
+            self._pull.finish(None)
+        else:
+            self._engine.force_close(self._link)
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (TransportError, ConnectionError, self._engine.ucx.UCXError) as exc:
+            self.stop(exc)
+        except Exception as exc:
+            log.exception("a pull over ucx failed on our side")
+            self.stop(exc)
+
+    def _is_quiet(self) -> bool:
+        return self._link is None or self._engine.is_quiet(self._link)
+
+    def _blame(self, error: Exception) -> TransportError:
+        return TransportError(f"{self._pull.peer}: {error}")
+
+    def _ask(self) -> None:
+        engine, ticket = self._engine, self._pull.ticket
+        link = self._idle.take(self._key)
+        self._pooled = link is not None
+        self._link = link = link or engine.connect(*self._key[2])
+        if not self._pooled:
+            link.request_tag = _random_tag()
+            engine.send_hello(link, HELLO.pack(MAGIC, VERSION, link.request_tag))
+        self._tag = _random_tag()
+        self._answered = engine.receive(link, self._answer, self._tag)
+        request = REQUEST.pack(MAGIC, VERSION, ticket.token, ticket.nbytes, self._tag)
+        engine.send(link, request, link.request_tag)
+
+    def _advance(self) -> None:
+        assert self._link is not None
+        alive = self._link.alive  # before the look at the requests, so that none is overlooked
+        if self._answered is not None and self._answered.completed:
+            if not self._hear_answer():
+                return
+        if self._answered is None:
+            self._take_pieces()
+            if self._landed_bytes == self._nbytes and self._engine.is_quiet(self._link):
+                return self._conclude(None)
+        if not alive:
+            if self._pooled and self._answered is not None:
+                # The holder closed it or restarted before it answered: a fresh one tells.
+                self._engine.discard(self._link)
+                self._link = None
+                return self._ask()
+            raise ConnectionResetError(f"connection lost after {self._landed_bytes:,} bytes")
+
+    def _hear_answer(self) -> bool:
+        """Whether the body comes. Raises TransportError."""
+        if self._pooled and not self._link.alive:
+            return True  # a completed request of a dead link: `_advance` tries a fresh one
+        self._answered.check_error()
+        magic, version, status, nbytes = ANSWER.unpack(self._answer)
+        if magic != MAGIC or version != VERSION:
+            raise TransportError(f"{self._pull.peer} does not speak version {VERSION} of the protocol")
+        if status == BAD_LENGTH:
+            raise TransportError(f"{self._pull.peer} holds {nbytes:,} bytes, not {self._nbytes:,}")
+        if status == GONE:
+            if not self._engine.is_quiet(self._link):
+                return False  # the request itself is still being sent
+            self._conclude(TicketGone(f"{self._pull.peer} no longer honours the ticket"))
+            return False
+        if status != OK or nbytes != self._nbytes:
+            raise TransportError(f"{self._pull.peer} answered nonsense: status {status}")
+        self._answered = None
+        return True
+
+    def _take_pieces(self) -> None:
+        landed_bytes = self._landed_bytes
+        while self._pieces and self._pieces[0][0].completed:
+            request, self._landed_bytes = self._pieces[0]
+            request.check_error()
+            self._pieces.popleft()
+        if self._landed_bytes > landed_bytes:
+            self._pull.landed(self._landed_bytes)
+        while len(self._pieces) < PIECES_POSTED and self._posted_bytes < self._nbytes:
+            start, stop = self._posted_bytes, min(self._posted_bytes + PIECE_BYTES, self._nbytes)
+            tag = self._tag + 1 + start // PIECE_BYTES
+            request = self._engine.receive(self._link, self._dest[start:stop], tag)
+            self._pieces.append((request, stop))
+            self._posted_bytes = stop
+
+    def _conclude(self, error: Exception | None) -> None:
+        self._idle.give(self._key, self._link)
+        self._let_go()
+        self._pull.finish(error)
+
+    def _let_go(self) -> None:
+        self._over = True
+        self._link = self._dest = None
+        self._pieces.clear()
+
+
+def _random_tag() -> int:
+    """Tags are the worker's, not the endpoint's: nobody else must guess one. Room for 2**20 pieces."""
+    return secrets.randbits(44) << 20

@@ -1,0 +1,140 @@
+"""An engine's end of the unix socket: blocking calls with a budget, from any thread.
+
+One reader thread hands replies to whoever waits. A reply that comes after its asker has given up
+may carry leases; they are sent back at once, so that giving up never leaks one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from p2pcache.core import wire
+from p2pcache.core.membership import Member
+from p2pcache.io.slab import MappedSlab, attach, receive_frame, send_frame
+from p2pcache.types import DeadlineExceeded, NodeDown, RemoteError
+
+_log = logging.getLogger(__name__)
+_GRACE_S = 0.5
+_SEND_TIMEOUT_S = 2
+
+
+class Link:
+    """One connection to one node. When it breaks it stays broken: make another."""
+
+    def __init__(self, path: str, timeout_s: float):
+        """Raises NodeDown where no node listens, RemoteError where it refuses."""
+        try:
+            self._sock, self.member, self.slab = attach(path, "engine", timeout_s)
+        except OSError as error:
+            raise NodeDown(f"no p2pcache node answers on {path}: {error.strerror or error}") from None
+        self.member: Member
+        self.slab: MappedSlab
+        self._sock.settimeout(None)
+        # A node that was stopped by a signal must not hold up a sender for ever (law 3).
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
+        self._sending = threading.Lock()
+        self._waiting: dict[int, Future[Mapping[str, Any]]] = {}
+        self._ids = itertools.count(1)
+        self._to_release: deque[list[int]] = deque()
+        self.broken = False
+        self._reader = threading.Thread(target=self._read, name="p2pcache-link", daemon=True)
+        self._reader.start()
+
+    def call(self, op: str, body: Mapping[str, Any], budget_s: float) -> Mapping[str, Any]:
+        """Ask the node. Raises NodeDown, DeadlineExceeded, or RemoteError with the node's words."""
+        self._send_releases()
+        id_ = next(self._ids)
+        reply: Future[Mapping[str, Any]] = Future()
+        self._waiting[id_] = reply
+        try:
+            self._send("q", id_, op, body)
+            return reply.result(budget_s + _GRACE_S)
+        except FutureTimeout:
+            if self._waiting.pop(id_, None) is None:
+                return reply.result(_GRACE_S)  # the reader has it already and is about to set it
+            raise DeadlineExceeded(f"the node did not answer {op} within {budget_s} s") from None
+        finally:
+            self._waiting.pop(id_, None)
+
+    def notify(self, op: str, body: Mapping[str, Any]) -> None:
+        """Tell the node something that needs no answer. A broken link has nobody left to tell."""
+        try:
+            self._send("n", 0, op, body)
+        except NodeDown:
+            pass
+
+    def release(self, generations: list[int], now: bool = True) -> None:
+        """End one lease on each slot; not `now`: with the next message, for callers that may not send."""
+        if generations:
+            self._to_release.append(generations)
+        if now:
+            self._send_releases()
+
+    def _send_releases(self) -> None:
+        while self._to_release:
+            try:
+                held = self._to_release.popleft()
+            except IndexError:  # another thread was faster
+                return
+            self.notify("release", {"generations": held})
+
+    def close(self) -> None:
+        """Give back everything at once: the node sees the end of file."""
+        self.broken = True
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self._reader.join()
+        self._sock.close()
+
+    def _send(self, kind: str, id_: int, op: str, body: Mapping[str, Any]) -> None:
+        raw = wire.encode(wire.Message(kind, id_, op, body))
+        try:
+            with self._sending:
+                if self.broken:
+                    raise NodeDown("the connection to this process's node is broken")
+                send_frame(self._sock, raw)
+        except OSError as error:
+            self.broken = True
+            raise NodeDown(f"this process's node does not take messages: {error}") from None
+
+    def _read(self) -> None:
+        error: Exception = NodeDown("this process's node has gone")
+        try:
+            while (raw := receive_frame(self._sock)) is not None:
+                self._hand_over(wire.decode(raw))
+        except (OSError, RemoteError) as caught:
+            error = NodeDown(f"the connection to this process's node broke: {caught}")
+        self.broken = True
+        for waiting in list(self._waiting.values()):
+            if not waiting.done():
+                waiting.set_exception(error)
+
+    def _hand_over(self, message: wire.Message) -> None:
+        waiting = self._waiting.pop(message.id, None)
+        if waiting is None:
+            self._give_back(message)
+        elif message.kind == "e":
+            waiting.set_exception(RemoteError(message.body["text"]))
+        else:
+            waiting.set_result(message.body)
+
+    def _give_back(self, late: wire.Message) -> None:
+        if late.kind != "r":
+            return
+        if late.op == "fetch":
+            held = [grant[3][2] for grant in late.body["grants"] if grant[3] is not None]
+            self.notify("release", {"generations": held})
+        elif late.op == "reserve":
+            held = [generation for status, _, generation in late.body["slots"] if status == "ok"]
+            self.notify("abort", {"generations": held})

@@ -1,0 +1,146 @@
+"""What the node needs of the outside world, as Protocols. Shells implement them, tests fake them.
+
+The node calls every method on its event loop's thread. Blocking work is the shell's own business
+(threads, epoll); it comes back as a future of that loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from p2pcache.core.membership import Member
+from p2pcache.core.nvmelog import Record
+from p2pcache.types import BodyInfo, ContentKey, ExactKey, RemoteError
+
+
+class TransportError(RemoteError):
+    """This way to the peer does not work (now): try the next transport."""
+
+
+class TicketGone(RemoteError):
+    """The holder no longer honours the ticket: evicted, expired, or of another incarnation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A holder's leave to read one body from its slab, for a short time.
+
+    token: 16 random bytes; whoever shows them may read. checksums: one a layer, for the reader.
+    """
+
+    token: bytes
+    offset: int
+    nbytes: int
+    generation: int
+    checksums: tuple[int, ...]
+    meta: bytes = b""
+
+
+class Tickets(Protocol):
+    """The holder's side of a pull, as a transport sees it. Called from any thread."""
+
+    def begin(self, token: bytes) -> memoryview | None:
+        """The bytes to send, read-only; they stay put until `end`. None: no such ticket (any more)."""
+
+    def end(self, token: bytes) -> None:
+        """The transport no longer reads them."""
+
+
+class Pull(Protocol):
+    """One body under way into a destination.
+
+    `done` ends with None, or with TransportError or TicketGone. `settled` ends when nothing will
+    write to the destination any more, which may be later than `done` (law 5).
+    """
+
+    done: asyncio.Future[None]
+    settled: asyncio.Future[None]
+
+    def abandon(self) -> None:
+        """Stop as soon as possible: the deadline has passed, or nobody wants it any more."""
+
+
+class Transport(Protocol):
+    """One way to move a body from a peer's slab into ours, copied once."""
+
+    name: str
+
+    async def start(self, tickets: Tickets) -> str:
+        """Listen for readers. Returns the address to advertise. Raises ConfigError."""
+
+    def reaches(self, peer: Member) -> bool:
+        """Whether this transport could work with the peer, judged by what it advertises."""
+
+    def pull(
+        self, peer: Member, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]
+    ) -> Pull:
+        """Fetch `ticket.nbytes` into `dest` (writable, exactly as long).
+
+        `progress(n)` is called on the loop as the first n bytes become whole; n only grows.
+        """
+
+    async def close(self) -> None:
+        """Stop listening, drop connections; no pull is under way any more when it returns."""
+
+
+Handler = Callable[[str, Mapping[str, Any], str, int], Awaitable[Mapping[str, Any]]]
+"""(op, body, sender, sender's incarnation) -> reply body."""
+
+
+class Control(Protocol):
+    """Small messages between nodes."""
+
+    address: str
+
+    async def start(self, handler: Handler) -> None:
+        """Bind and serve. Raises ConfigError where the port is taken."""
+
+    async def request(
+        self, peer: Member, op: str, body: Mapping[str, Any], deadline_s: float
+    ) -> Mapping[str, Any]:
+        """Ask a peer. deadline_s: on the loop's clock. Raises DeadlineExceeded, RemoteError."""
+
+    async def close(self) -> None: ...
+
+
+class Slab(Protocol):
+    """The host tier's memory."""
+
+    nbytes: int
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """A writable view. The node alone decides who may use which part when."""
+
+    async def first_bad_layer(
+        self, offset: int, nbytes: int, exact: ExactKey, checksums: tuple[int, ...], first: int, stop: int
+    ) -> int | None:
+        """Check layers [first, stop) of a body in the slab; None where all are right."""
+
+
+class NvmeTier(Protocol):
+    """The NVMe tier: bodies behind the host tier, found again after a restart."""
+
+    async def make_room(self, record: Record) -> list[BodyInfo]:
+        """Forget what has to go for this record; the caller withdraws it before `append`."""
+
+    async def append(self, record: Record, body: memoryview) -> object:
+        """Write a record; `body` is the caller's, unchanged until this returns. Raises TierFull."""
+
+    async def read_into(self, exact: ExactKey, dest: memoryview) -> Record | None:
+        """Read and verify a body; None where it is not here. Raises CorruptBody, having dropped it."""
+
+    async def drop(self, exact: ExactKey) -> bool:
+        """Forget a record for good. False: it was not here."""
+
+    def lookup(self, exact: ExactKey) -> Record | None: ...
+
+    def by_content(self, content: ContentKey) -> list[Record]: ...
+
+    def records(self) -> Iterator[Record]:
+        """All records, oldest first."""
+
+    def status(self) -> dict[str, Any]:
+        """Bytes, records and what was found damaged, as plain values."""

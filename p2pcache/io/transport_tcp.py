@@ -1,0 +1,341 @@
+"""Plain sockets: the transport that works wherever IP does.
+
+Bytes go from the holder's slab into a socket and from a socket into the reader's slab. Python
+never copies them, and the GIL is released while the kernel does.
+
+Wire format, big-endian; one request at a time on a connection, which is then used again:
+
+    request  4s magic "P2PK" | B version | 3x        | 16s token | Q nbytes     32 bytes
+    answer   4s magic "P2PK" | B version | B status | 2x         | Q nbytes     16 bytes
+             then, where the status is OK, the body's nbytes
+
+The address is `host:port`, or `[host]:port` for IPv6; the host is a literal, so that no pull waits
+for a name service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from p2pcache.core.membership import Member
+from p2pcache.io.ports import Ticket, TicketGone, Tickets, TransportError
+from p2pcache.io._tcp_holder import Holder
+from p2pcache.io._tcp_sockets import (
+    ANSWER,
+    BAD_LENGTH,
+    BAD_VERSION,
+    GONE,
+    MAGIC,
+    OK,
+    PIECE_BYTES,
+    REQUEST,
+    SILENT_S,
+    VERSION,
+    Address,
+    Workers,
+    close_all,
+    join,
+    listen,
+    parse_address,
+    reader_socket,
+)
+from p2pcache.types import InvariantError
+
+log = logging.getLogger(__name__)
+
+CONNECT_S = 1.5
+PROGRESS_BYTES = 1 << 20  # each report wakes the loop, which costs this thread the GIL for a moment
+IDLE_S = 30.0  # a pooled connection is not used after so long: the holder closes it after 60 s
+
+_PeerKey = tuple[str, int, Address]
+
+
+class TcpTransport:
+    """Pulls over TCP, and serves them.
+
+    threads_max: bodies received at once, and as many sent at once; more wait their turn.
+    connections_max: readers' connections held open; a new one takes the place of the one that
+    has been idle longest, so strangers cannot lock the mesh out.
+    """
+
+    name = "tcp"
+
+    def __init__(
+        self, host: str, port: int = 0, threads_max: int = 16, connections_max: int = 512
+    ) -> None:
+        self._host, self._port = host, port
+        self._connections_max = connections_max
+        self._threads_max = threads_max
+        self._holder: Holder | None = None
+        self._readers = Workers("p2pcache-tcp-pull", threads_max)
+        self._pool = _Pool(per_peer_max=threads_max)
+        self._pulls: set[_TcpPull] = set()
+        self._closed = False
+
+    async def start(self, tickets: Tickets) -> str:
+        listener = listen(self._host, self._port)
+        self._holder = Holder(listener, tickets, self._threads_max, self._connections_max)
+        host, port = listener.getsockname()[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def reaches(self, peer: Member) -> bool:
+        return parse_address(peer.transports.get(self.name, "")) is not None
+
+    def pull(
+        self, peer: Member, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]
+    ) -> _TcpPull:
+        """See `ports.Transport`. `dest` is held until `settled`."""
+        pull = _TcpPull(ticket, dest, progress)
+        advertised = peer.transports.get(self.name, "")
+        address = parse_address(advertised)
+        if self._closed or address is None:
+            why = "the transport is closed" if self._closed else f"no tcp address: {advertised!r}"
+            pull.finish(TransportError(f"{peer.name}: {why}"))
+            return pull
+        self._pulls.add(pull)
+        pull.settled.add_done_callback(lambda _: self._pulls.discard(pull))
+        self._readers.submit(partial(self._run, pull, peer, address))
+        return pull
+
+    async def close(self) -> None:
+        self._closed = True
+        for pull in list(self._pulls):
+            pull.abandon()
+        await join(self._readers.stop())
+        self._pool.close()
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            await holder.close()
+
+    def _run(self, pull: _TcpPull, peer: Member, address: Address) -> None:
+        """One pull, on a reader thread. Always ends in `finish`, so that `settled` always comes."""
+        error: Exception | None = None
+        try:
+            if pull.begin():
+                self._fetch(pull, (peer.name, peer.incarnation, address))
+        except (TransportError, TicketGone) as exc:
+            error = exc
+        except BlockingIOError:  # how the kernel says that a socket's timeout has passed
+            error = TransportError(f"{peer.name}: silent for {SILENT_S:.0f} s")
+        except OSError as exc:
+            error = TransportError(f"{peer.name}: {exc}")
+        except Exception as exc:
+            log.exception("a pull over tcp failed on our side")
+            error = TransportError(f"{peer.name}: {exc!r}")
+        finally:
+            pull.finish(error)
+
+    def _fetch(self, pull: _TcpPull, key: _PeerKey) -> None:
+        pooled = self._pool.take(key)
+        if pooled is not None:
+            try:
+                return self._exchange(pull, key, pooled)
+            except ConnectionError:
+                if pull.landed_bytes:
+                    raise
+                # The holder closed it or restarted before it answered: a fresh one tells.
+        sock = reader_socket(key[2])
+        try:
+            with pull.using(sock):
+                sock.settimeout(CONNECT_S)
+                sock.connect(key[2])
+                sock.settimeout(None)
+        except BaseException:
+            sock.close()
+            raise
+        self._exchange(pull, key, sock)
+
+    def _exchange(self, pull: _TcpPull, key: _PeerKey, sock: socket.socket) -> None:
+        """Ask and receive. Owns `sock`: it goes (back) to the pool in a known state, or is closed."""
+        clean = False
+        try:
+            with pull.using(sock):
+                sock.sendall(REQUEST.pack(MAGIC, VERSION, pull.ticket.token, pull.ticket.nbytes))
+                status = _receive_answer(sock, pull.ticket.nbytes)
+                if status == OK:
+                    pull.receive(sock)
+                clean = True
+        finally:
+            if clean and not self._closed:
+                self._pool.give(key, sock)
+            else:
+                sock.close()
+        if status == GONE:
+            raise TicketGone(f"{key[0]} no longer honours the ticket")
+        if status == BAD_LENGTH:
+            raise TransportError(f"{key[0]} holds another length than {pull.ticket.nbytes:,} bytes")
+
+
+class _TcpPull:
+    """See `ports.Pull`. Futures and `progress` belong to the loop; the rest to one reader thread."""
+
+    def __init__(self, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]) -> None:
+        if dest.readonly or dest.ndim != 1 or dest.itemsize != 1 or dest.nbytes != ticket.nbytes:
+            raise InvariantError(f"a destination must be {ticket.nbytes:,} writable bytes")
+        self._loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[None] = self._loop.create_future()
+        self.settled: asyncio.Future[None] = self._loop.create_future()
+        self.done.add_done_callback(lambda f: f.cancelled() or f.exception())  # not always awaited
+        self.ticket = ticket
+        self.landed_bytes = 0
+        self._dest: memoryview | None = dest
+        self._progress = progress
+        self._posted_bytes = self._told_bytes = 0
+        self._lock = threading.Lock()
+        self._running = self._stopped = False
+        self._socket: socket.socket | None = None
+
+    def abandon(self) -> None:
+        with self._lock:
+            self._stopped = True
+            queued = not self._running
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    self._socket.shutdown(socket.SHUT_RDWR)  # its thread wakes up at once
+        self._end(TransportError("abandoned"), settle=queued)
+
+    # On the reader thread.
+
+    def begin(self) -> bool:
+        """False where the pull was abandoned while it waited for a thread."""
+        with self._lock:
+            self._running = not self._stopped
+            return self._running
+
+    @contextlib.contextmanager
+    def using(self, sock: socket.socket) -> Iterator[None]:
+        """While inside, `abandon` shuts this socket down."""
+        with self._lock:
+            self._check_wanted()
+            self._socket = sock
+        try:
+            yield
+        finally:
+            with self._lock:  # no shutdown may reach a descriptor that has been closed and reused
+                self._socket = None
+
+    def receive(self, sock: socket.socket) -> None:
+        dest = self._dest
+        assert dest is not None
+        while self.landed_bytes < dest.nbytes:
+            self._check_wanted()
+            with dest[self.landed_bytes : self.landed_bytes + PIECE_BYTES] as piece:
+                count = sock.recv_into(piece, 0, socket.MSG_WAITALL)
+            if not count:
+                raise ConnectionResetError(
+                    f"connection closed after {self.landed_bytes:,} of {dest.nbytes:,} bytes"
+                )
+            self.landed_bytes += count
+            if self.landed_bytes - self._posted_bytes >= PROGRESS_BYTES:
+                self._posted_bytes = self.landed_bytes
+                self._post(self._report)
+
+    def finish(self, error: Exception | None) -> None:
+        self._post(self._finish, error)
+
+    def _check_wanted(self) -> None:
+        if self._stopped:
+            raise TransportError("abandoned")
+
+    def _post(self, call: Callable[..., None], *args: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has gone, and with it who would listen
+            self._loop.call_soon_threadsafe(call, *args)
+
+    # On the loop.
+
+    def _report(self) -> None:
+        if self.landed_bytes > self._told_bytes and not self.done.done():
+            self._told_bytes = self.landed_bytes
+            self._progress(self._told_bytes)
+
+    def _finish(self, error: Exception | None) -> None:
+        try:
+            if error is None:
+                self._report()
+        finally:
+            self._end(error, settle=True)
+
+    def _end(self, error: Exception | None, settle: bool) -> None:
+        if not self.done.done():
+            self.done.set_result(None) if error is None else self.done.set_exception(error)
+        if settle:
+            self._dest = None  # the slab is its owner's again
+            if not self.settled.done():
+                self.settled.set_result(None)
+
+
+class _Pool:
+    """Idle connections to holders, by peer incarnation; used from the reader threads."""
+
+    def __init__(self, per_peer_max: int) -> None:
+        self._per_peer_max = per_peer_max
+        self._lock = threading.Lock()
+        self._idle: dict[_PeerKey, list[tuple[socket.socket, float]]] = {}
+
+    def take(self, key: _PeerKey) -> socket.socket | None:
+        """The connection used last, if it still seems open. The caller owns it."""
+        while True:
+            with self._lock:
+                stale = self._expired()
+                idle = self._idle.get(key)
+                sock = idle.pop()[0] if idle else None
+            close_all(stale)
+            if sock is None or _is_quiet(sock):
+                return sock
+            sock.close()
+
+    def give(self, key: _PeerKey, sock: socket.socket) -> None:
+        with self._lock:
+            stale = self._expired()
+            idle = self._idle.setdefault(key, [])
+            idle.append((sock, time.monotonic()))
+            if len(idle) > self._per_peer_max:
+                stale.append(idle.pop(0)[0])
+        close_all(stale)
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, {}
+        close_all(sock for kept in idle.values() for sock, _ in kept)
+
+    def _expired(self) -> list[socket.socket]:
+        oldest, stale = time.monotonic() - IDLE_S, []
+        for key, idle in list(self._idle.items()):
+            while idle and idle[0][1] < oldest:
+                stale.append(idle.pop(0)[0])
+            if not idle:
+                del self._idle[key]
+        return stale
+
+
+def _is_quiet(sock: socket.socket) -> bool:
+    """Whether an idle connection is open and has nothing to say, as it should."""
+    try:
+        sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _receive_answer(sock: socket.socket, nbytes: int) -> int:
+    """Returns OK, GONE or BAD_LENGTH. Raises TransportError, or OSError where the connection ended."""
+    raw = sock.recv(ANSWER.size, socket.MSG_WAITALL)
+    if len(raw) < ANSWER.size:
+        raise ConnectionResetError("connection closed before an answer")
+    magic, version, status, length = ANSWER.unpack(raw)
+    if magic != MAGIC:
+        raise TransportError("the peer does not speak p2pcache's tcp protocol")
+    if version != VERSION or status == BAD_VERSION:
+        raise TransportError(f"the peer speaks version {version} of the tcp protocol, not {VERSION}")
+    if status not in (OK, GONE, BAD_LENGTH) or (status == OK and length != nbytes):
+        raise TransportError(f"the peer answered nonsense: status {status}, {length:,} bytes")
+    return status

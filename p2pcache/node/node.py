@@ -1,0 +1,457 @@
+"""One node of the mesh: `lookup`, `fetch` and `store`, each readable top to bottom.
+
+It runs on its own event loop (never Ray's) over the ports of `io/ports.py` alone, so the simulator
+can run it whole. All its state belongs to that loop; engines and peers come in as coroutines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from p2pcache.config import NodeConfig
+from p2pcache.core.checksum import CorruptBody
+from p2pcache.core.membership import Member, View
+from p2pcache.core.planner import Choice, Costs, plan_chunk
+from p2pcache.core.tiers import Slot
+from p2pcache.io.ports import Control, NvmeTier, Slab, Transport
+from p2pcache.node.counters import Counters
+from p2pcache.node.holder import Holder as PeerDesk
+from p2pcache.node.publisher import Publisher
+from p2pcache.node.puller import Puller
+from p2pcache.node.residency import Residency
+from p2pcache.node.session import Session
+from p2pcache.node.shard import Shard
+from p2pcache.node.wireform import found_from_wire, found_to_wire
+from p2pcache.types import (
+    BodyInfo,
+    ContentKey,
+    ExactKey,
+    Found,
+    Holder,
+    InvariantError,
+    Match,
+    Miss,
+    RemoteError,
+    Source,
+    Tier,
+    TierFull,
+)
+
+_log = logging.getLogger(__name__)
+_SWEEP_S = 1.0
+DESCRIPTORS_MAX = 256
+
+
+@dataclass(frozen=True)
+class Ports:
+    """What a node is wired to. The node starts none of it and closes none of it."""
+
+    control: Control
+    slab: Slab
+    transports: list[Transport]
+    nvme: NvmeTier | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a lookup says of one chunk: the plan, and every body and holder known."""
+
+    choice: Choice
+    found: tuple[Found, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a fetch brought for one chunk: a leased slot, or the reason of the miss."""
+
+    slot: Slot | None
+    source: Source
+    peer: str = ""
+    transport: str = ""
+    miss: Miss | None = None
+    seconds: float = 0.0
+
+
+class Node:
+    """Tiers, shard and transfers of one node. Build it on its loop; `start`, then `apply_view`."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        name: str,
+        incarnation: int,
+        ports: Ports,
+        rng: Random,
+        member: Callable[[], Member],
+    ):
+        """member: how this node describes itself, once its sockets are bound."""
+        self.member = member
+        self.config = config
+        self.name = name
+        self.incarnation = incarnation
+        self.ports = ports
+        self.counters = Counters()
+        self.costs = Costs()
+        self.view = View()
+        self._loop = asyncio.get_running_loop()
+        clock = self._loop.time
+        me = Holder(name, incarnation, Tier.HOST)
+        self.residency = Residency(config, me, ports.slab, ports.nvme, self.counters, clock)
+        self.shard = Shard(name, config, clock)
+        self.publisher = Publisher(
+            config, ports.control, self.shard, self.counters, rng, self.residency.holdings
+        )
+        self.residency.on_held = self.publisher.held
+        self.residency.on_gone = self.publisher.gone
+        self.puller = Puller(config, ports.control, ports.transports, self.residency, self.costs, self.counters)
+        self.desk = PeerDesk(config, self.residency, self.counters)
+        self.sessions: set[Session] = set()
+        self.descriptors: dict[bytes, None] = {}  # namespaces known in the mesh, oldest first
+        self._housekeeper: asyncio.Task | None = None
+
+    def start(self) -> None:
+        self.publisher.start()
+        self._housekeeper = self._loop.create_task(self._keep_house())
+
+    async def close(self) -> None:
+        """Stop all work of the node's own. Sessions end with their sockets."""
+        if self._housekeeper is not None:
+            self._housekeeper.cancel()
+            await asyncio.gather(self._housekeeper, return_exceptions=True)
+        await self.puller.close()
+        await self.residency.close()
+        await self.publisher.close()
+
+    def apply_view(self, view: View) -> None:
+        """The mesh has changed. A View without this very incarnation is not ours to follow (law 6)."""
+        if view.view_id == self.view.view_id:
+            return
+        if not view.has(self.name, self.incarnation):
+            _log.warning("a View without this incarnation was ignored")
+            return
+        self.view = view
+        self.puller.view = view
+        self.shard.on_view(view)
+        self.publisher.on_view(view)
+
+    # -- lookup ----------------------------------------------------------------------------------
+
+    async def lookup(
+        self,
+        chunks: Sequence[tuple[ContentKey, ExactKey]],
+        *,
+        content_reuse: bool,
+        everywhere: bool,
+        deadline_s: float,
+    ) -> list[Answer]:
+        """Find the chunks of a prompt and plan where each comes from.
+
+        content_reuse: accept bodies computed behind other tokens. everywhere: ask the owners even
+        where this node has the exact body. deadline_s: on the loop's clock; owners that have not
+        answered by then count as misses with that reason.
+        """
+        self.counters["lookups"] += 1
+        self.counters["chunks"] += len(chunks)
+        # 1. Our own tiers. The exact body at hand needs no directory.
+        known: dict[ContentKey, dict[ExactKey, dict[str, tuple[BodyInfo, Holder]]]] = {}
+        asked: dict[ContentKey, Miss | None] = {}
+        for content, exact in chunks:
+            if content in known:
+                continue
+            known[content] = {}
+            self._merge(known[content], self.residency.find(content))
+            if everywhere or exact not in known[content]:
+                asked[content] = Miss.ABSENT
+        # 2. The owners: one request each, all in parallel, the whole prompt at once.
+        await self._ask_owners(asked, known, deadline_s)
+        # 3. The plan.
+        ways = {p.name: ways[0].name for p in self.view.members.values() if (ways := self.puller.ways(p))}
+        busy = self.puller.flights.bytes_by_peer()
+        answers = []
+        for content, exact in chunks:
+            found = tuple(
+                Found(next(iter(holders.values()))[0], tuple(h for _, h in holders.values()))
+                for holders in known[content].values()
+            )
+            choice = plan_chunk(
+                exact,
+                found,
+                me=self.name,
+                ways=ways,
+                busy_bytes=busy,
+                costs=self.costs,
+                content_reuse=content_reuse,
+                absent=asked.get(content) or Miss.ABSENT,
+            )
+            self._count_choice(choice)
+            answers.append(Answer(choice, found))
+        return answers
+
+    async def _ask_owners(
+        self,
+        asked: dict[ContentKey, Miss | None],
+        known: dict[ContentKey, dict[ExactKey, dict[str, tuple[BodyInfo, Holder]]]],
+        deadline_s: float,
+    ) -> None:
+        """Ask each key's first owner, and the second where the first does not answer."""
+        pending = list(asked)
+        for rank in range(2):
+            by_owner: dict[str, list[ContentKey]] = {}
+            for content in pending:
+                owners = self.view.ring.owners(content)
+                if rank < len(owners):
+                    by_owner.setdefault(owners[rank], []).append(content)
+            results = await asyncio.gather(
+                *(self._ask_owner(owner, contents, deadline_s) for owner, contents in by_owner.items())
+            )
+            pending = []
+            for contents, result in zip(by_owner.values(), results, strict=True):
+                if isinstance(result, Miss):
+                    asked.update(dict.fromkeys(contents, result))
+                    pending += contents
+                    continue
+                lists, unknown = result
+                for content, found in zip(contents, lists, strict=True):
+                    asked[content] = Miss.UNKNOWN if unknown else Miss.ABSENT
+                    self._merge(known[content], found)
+
+    async def _ask_owner(
+        self, owner: str, contents: list[ContentKey], deadline_s: float
+    ) -> tuple[list[list[Found]], bool] | Miss:
+        if owner == self.name:
+            return self.shard.lookup(contents)
+        self.counters["lookup_rpcs"] += 1
+        peer = self.view.members[owner]
+        # Half of what is left, so that a silent first owner leaves time for the second.
+        by_s = self._loop.time() + (deadline_s - self._loop.time()) / 2
+        try:
+            reply = await self.ports.control.request(peer, "directory.lookup", {"contents": contents}, by_s)
+        except RemoteError:
+            return Miss.DEADLINE if self._loop.time() >= by_s else Miss.OWNER_UNREACHABLE
+        if len(reply["found"]) != len(contents):
+            return Miss.OWNER_UNREACHABLE
+        return [[found_from_wire(f) for f in found] for found in reply["found"]], reply["unknown"]
+
+    def _merge(
+        self, into: dict[ExactKey, dict[str, tuple[BodyInfo, Holder]]], found: Sequence[Found]
+    ) -> None:
+        for one in found:
+            holders = into.setdefault(one.body.exact, {})
+            for holder in one.holders:
+                # What we hold ourselves we know better than any owner does.
+                if holder.node != self.name or holder.node not in holders and self.residency.where(one.body.exact):
+                    holders[holder.node] = (one.body, holder)
+            if not holders:
+                del into[one.body.exact]
+
+    def _count_choice(self, choice: Choice) -> None:
+        if choice.match is Match.NONE:
+            self.counters[f"miss_{choice.miss}"] += 1
+        else:
+            self.counters[f"hits_{choice.match}"] += 1
+
+    # -- fetch -----------------------------------------------------------------------------------
+
+    async def fetch(
+        self, session: Session, wants: Sequence[tuple[BodyInfo, tuple[Holder, ...]]], deadline_s: float
+    ) -> list[Grant]:
+        """Have bodies in this node's slab, leased to the engine. Never raises for a fault."""
+        return list(await asyncio.gather(*(self._fetch_one(session, b, h, deadline_s) for b, h in wants)))
+
+    async def _fetch_one(
+        self, session: Session, body: BodyInfo, holders: tuple[Holder, ...], deadline_s: float
+    ) -> Grant:
+        grant = await self._bring(body, holders, deadline_s)
+        if grant.slot is not None:
+            try:
+                session.adopt(grant.slot)
+            except TierFull:
+                grant = Grant(None, grant.source, miss=Miss.BUSY)
+        if grant.miss is not None:
+            self.counters[f"miss_{grant.miss}"] += 1
+        else:
+            self.counters[f"served_{grant.source}"] += 1
+            self.counters[f"bytes_{grant.source}"] += body.nbytes
+        return grant
+
+    async def _bring(self, body: BodyInfo, holders: tuple[Holder, ...], deadline_s: float) -> Grant:
+        """A leased slot with the body, from the nearest place, or a reason."""
+        started_s = self._loop.time()
+        source, peer, transport = Source.LOCAL, "", ""
+        remote = tuple(h for h in holders if h.node != self.name)
+        for attempt in range(2):
+            # 1. Here already, or one tier down.
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    got = await self.residency.lease(body.exact)
+            except TimeoutError:
+                return Grant(None, source, miss=Miss.DEADLINE)
+            except TierFull:
+                return Grant(None, source, miss=Miss.NO_ROOM)
+            except CorruptBody:
+                got = None  # dropped and counted; a peer may have a sound copy
+            if got is not None:
+                slot, tier = got
+                if slot.nbytes != body.nbytes:
+                    self.residency.tier.release(slot)
+                    raise InvariantError("two bodies of different length share an exact key")
+                if tier is Tier.NVME and source is Source.LOCAL:
+                    source = Source.NVME
+                    self.costs.rate("nvme").observe(body.nbytes, self._loop.time() - started_s)
+                return Grant(slot, source, peer, transport, None, self._loop.time() - started_s)
+            # 2. A peer. What it brings is committed here, so the next turn finds it at hand.
+            if attempt or not remote:
+                break
+            pulled = await self.puller.pull(body, remote, deadline_s)
+            if pulled.slot is None:
+                return Grant(None, Source.PEER, pulled.peer, pulled.transport, pulled.miss)
+            source, peer, transport = Source.PEER, pulled.peer, pulled.transport
+        return Grant(None, source, miss=Miss.HOLDER_GONE)
+
+    # -- store -----------------------------------------------------------------------------------
+
+    async def reserve(self, session: Session, bodies: Sequence[BodyInfo], deadline_s: float) -> list[Slot | str]:
+        """Slots for an engine to write into; `resident` or a reason where there is none to write."""
+        out: list[Slot | str] = []
+        for body in bodies:
+            if self.residency.where(body.exact) is not None:
+                out.append("resident")
+                continue
+            try:
+                async with asyncio.timeout_at(deadline_s):
+                    slot = await self.residency.reserve(body, session.name)
+            except TimeoutError:
+                out.append(Miss.DEADLINE.value)
+            except TierFull:
+                out.append(Miss.NO_ROOM.value)
+            else:
+                session.write(slot)
+                out.append(slot)
+        return out
+
+    def commit(self, session: Session, generation: int, checksums: tuple[int, ...], meta: bytes) -> bool:
+        """An engine's bytes are whole: serve and publish them. False where it had no such slot."""
+        slot = session.written(generation)
+        if slot is None:
+            return False
+        self.residency.commit(slot, checksums, meta)
+        self.counters["stored"] += 1
+        return True
+
+    def abort(self, session: Session, generation: int) -> None:
+        """An engine gave up a slot and will not write to it again."""
+        slot = session.written(generation)
+        if slot is not None:
+            self.residency.tier.abort(slot)
+
+    def pin(self, exact: ExactKey, ttl_s: float) -> bool:
+        """Keep a body of the host tier from eviction for a while."""
+        return self.residency.tier.pin(exact, self._loop.time() + ttl_s)
+
+    # -- sessions --------------------------------------------------------------------------------
+
+    def open_session(self) -> Session:
+        session = Session(self.residency.tier, self.config.client_leases_max)
+        self.sessions.add(session)
+        return session
+
+    def end_session(self, session: Session) -> None:
+        self.sessions.discard(session)
+        session.end()
+
+    # -- what peers ask --------------------------------------------------------------------------
+
+    async def on_peer(
+        self, op: str, body: Mapping[str, Any], sender: str, incarnation: int
+    ) -> Mapping[str, Any]:
+        """Answer one control message. `wire.decode` has checked its shape."""
+        if op == "directory.lookup":
+            lists, unknown = self.shard.lookup(body["contents"])
+            return {"found": [[found_to_wire(f) for f in found] for found in lists], "unknown": unknown}
+        if op in ("directory.publish", "directory.withdraw"):
+            return self.shard.handle(op, body, sender, incarnation)
+        if op == "pull.open":
+            budget_s = min(max(body["deadline_s"], 0.0), self.config.remote_lease_s)
+            return {"tickets": await self.desk.open(body["bodies"], self._loop.time() + budget_s)}
+        if op == "pull.close":
+            self.desk.office.close(body["tokens"])
+            return {}
+        if op == "namespaces":
+            self.learn(body["descriptors"])
+            return {"descriptors": list(self.descriptors)}
+        if op == "hello":
+            return {"member": self.member().to_wire()}
+        if op == "status":
+            return self.status()
+        raise RemoteError(f"nodes do not answer {op!r} to each other")
+
+    # -- namespaces ------------------------------------------------------------------------------
+
+    def learn(self, descriptors: Sequence[bytes]) -> None:
+        """Remember namespace descriptors, a bounded number: they only serve to explain misses."""
+        for descriptor in descriptors:
+            self.descriptors[descriptor] = None
+        while len(self.descriptors) > DESCRIPTORS_MAX:
+            del self.descriptors[next(iter(self.descriptors))]
+
+    async def announce(self, descriptor: bytes, deadline_s: float) -> None:
+        """An engine opened a namespace: tell the peers, and learn theirs."""
+        self.learn([descriptor])
+        peers = [m for m in self.view.members.values() if m.name != self.name]
+        requests = (
+            self.ports.control.request(p, "namespaces", {"descriptors": [descriptor]}, deadline_s) for p in peers
+        )
+        for reply in await asyncio.gather(*requests, return_exceptions=True):
+            if isinstance(reply, Mapping):
+                self.learn(reply["descriptors"])
+            elif not isinstance(reply, RemoteError):
+                raise reply
+
+    # -- for people ------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """What `p2pcache status` shows of this node. Plain values only."""
+        tier, nvme = self.residency.tier, self.ports.nvme
+        return {
+            "name": self.name,
+            "incarnation": self.incarnation,
+            "view_id": self.view.view_id.hex(),
+            "members": sorted(self.view.members),
+            "host": {"bytes": tier.taken_bytes, "bytes_max": tier.capacity_bytes, "bodies": len(tier)},
+            "nvme": nvme.status() if nvme is not None else None,
+            "directory_keys": len(self.shard.directory),
+            "warm": self.shard.warm,
+            "leases": tier.leases(),
+            "tickets": len(self.desk.office),
+            "sessions": len(self.sessions),
+            "pulls_under_way": len(self.puller.flights),
+            "counters": self.counters.snapshot(),
+        }
+
+    async def mesh_status(self, deadline_s: float) -> list[dict[str, Any]]:
+        """The status of every member; of one that does not answer, its name and why."""
+        members = sorted(self.view.members.values(), key=lambda m: m.name)
+        peers = [m for m in members if m.name != self.name]
+        replies = await asyncio.gather(
+            *(self.ports.control.request(p, "status", {}, deadline_s) for p in peers), return_exceptions=True
+        )
+        out = [self.status()]
+        for peer, reply in zip(peers, replies, strict=True):
+            if isinstance(reply, RemoteError):
+                out.append({"name": peer.name, "error": str(reply)})
+            elif isinstance(reply, BaseException):
+                raise reply
+            else:
+                out.append(dict(reply))
+        return sorted(out, key=lambda s: s["name"])
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.desk.office.sweep()
+            self.shard.sweep()

@@ -1,0 +1,219 @@
+"""Both tiers of this node under one roof: make room, demote, promote; withdraw before reuse.
+
+Bodies go down when the host tier fills: above a mark, cold ones are copied to the NVMe tier in the
+background, so that making room later is a matter of forgetting and not of writing. They come up
+again when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+
+from p2pcache.config import NodeConfig
+from p2pcache.core.checksum import CorruptBody
+from p2pcache.core.nvmelog import Record
+from p2pcache.core.tiers import HostTier, Slot
+from p2pcache.io.ports import NvmeTier, Slab
+from p2pcache.node.counters import Counters
+from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, P2PCacheError, Tier, TierFull
+
+_log = logging.getLogger(__name__)
+
+
+class Residency:
+    """The node's own bodies. Everything runs on the node's loop; bytes move in the shells."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        me: Holder,
+        slab: Slab,
+        nvme: NvmeTier | None,
+        counters: Counters,
+        clock: Callable[[], float],
+    ):
+        """me: this node as a holder (its tier is ignored)."""
+        self.tier = HostTier(slab.nbytes)
+        self._me = me
+        self.slab = slab
+        self._nvme = nvme
+        self._counters = counters
+        self._clock = clock
+        self._demote_above_bytes = int(config.demote_above * self.tier.capacity_bytes)
+        self._promoting: dict[ExactKey, asyncio.Future[None]] = {}
+        self._demoting: asyncio.Task | None = None
+        self.on_held: Callable[[BodyInfo, Tier], None] = lambda body, tier: None
+        self.on_gone: Callable[[BodyInfo], None] = lambda body: None
+
+    # -- what is here ----------------------------------------------------------------------------
+
+    def where(self, exact: ExactKey) -> Tier | None:
+        """The best tier that holds the body on this node."""
+        if self.tier.get(exact) is not None:
+            return Tier.HOST
+        if self._nvme is not None and self._nvme.lookup(exact) is not None:
+            return Tier.NVME
+        return None
+
+    def find(self, content: ContentKey) -> list[Found]:
+        """Bodies of a content key on this node, each in its best tier."""
+        bodies = {slot.body.exact: slot.body for slot in self.tier.by_content(content)}
+        if self._nvme is not None:
+            for record in self._nvme.by_content(content):
+                bodies.setdefault(record.body.exact, record.body)
+        return [Found(body, (self._here(exact),)) for exact, body in bodies.items()]
+
+    def holdings(self) -> Iterator[tuple[BodyInfo, Tier]]:
+        """Everything this node holds, best tier each."""
+        seen = set()
+        for slot in self.tier.resident():
+            seen.add(slot.body.exact)
+            yield slot.body, Tier.HOST
+        if self._nvme is not None:
+            for record in self._nvme.records():
+                if record.body.exact not in seen:
+                    yield record.body, Tier.NVME
+
+    def _here(self, exact: ExactKey) -> Holder:
+        return Holder(self._me.node, self._me.incarnation, self.where(exact) or Tier.HOST)
+
+    # -- room ------------------------------------------------------------------------------------
+
+    async def reserve(self, body: BodyInfo, owner: str) -> Slot:
+        """A slot to write `body` into, evicting what is cold. Raises TierFull."""
+        while (slot := self.tier.reserve(body, owner)) is None:
+            victim = self.tier.victim(self._clock())
+            if victim is None:
+                raise TierFull(
+                    f"no room for {body.nbytes:,} bytes: all of the {self.tier.capacity_bytes:,} bytes of the"
+                    " host tier are leased, pinned or being written"
+                )
+            await self._evict(victim)
+        return slot
+
+    def commit(self, slot: Slot, checksums: tuple[int, ...], meta: bytes = b"") -> Slot:
+        """The bytes are whole: serve them. Returns the slot that serves the body from now on."""
+        serving = self.tier.commit(slot, checksums, meta)
+        if serving is slot:
+            self.on_held(slot.body, Tier.HOST)
+            self._demote_soon()
+        return serving
+
+    def give_up(self, slot: Slot, settled: asyncio.Future[None]) -> None:
+        """A pull into `slot` failed: free it now, or when nothing will write there any more (law 5)."""
+        if settled.done():
+            self.tier.abort(slot)
+            return
+        self._counters["quarantined"] += 1
+        self.tier.quarantine(slot)
+        settled.add_done_callback(lambda _: self.tier.release_quarantine(slot))
+
+    async def _evict(self, victim: Slot) -> None:
+        """Free one slot; its body stays in the NVMe tier if there is one that takes it."""
+        body = victim.body
+        if self._nvme is not None and self._nvme.lookup(body.exact) is None:
+            await self._demote(victim)
+            # It may have been leased, evicted by somebody else, or come again while we wrote.
+            if not self.tier.current(body.exact, victim.generation) or victim.leases:
+                return
+        if self._nvme is not None and self._nvme.lookup(body.exact) is not None:
+            self.on_held(body, Tier.NVME)
+        else:
+            self.on_gone(body)
+        self._counters["evicted"] += 1
+        self.tier.evict(victim)
+
+    async def forget(self, exact: ExactKey) -> None:
+        """Drop a body from this node as far as nobody reads it; what stays is evicted in its time."""
+        slot = self.tier.get(exact)
+        if slot is not None and not slot.leases:
+            self.on_gone(slot.body)
+            self.tier.evict(slot)
+        if self._nvme is not None:
+            await self._nvme.drop(exact)
+
+    # -- down ------------------------------------------------------------------------------------
+
+    def _demote_soon(self) -> None:
+        above = self.tier.taken_bytes > self._demote_above_bytes
+        if self._nvme is not None and above and (self._demoting is None or self._demoting.done()):
+            self._demoting = asyncio.get_running_loop().create_task(self._demote_cold())
+
+    async def _demote_cold(self) -> None:
+        """Copy the coldest bodies down until what is above the mark could be dropped at once."""
+        excess = self.tier.taken_bytes - self._demote_above_bytes
+        for slot in self.tier.resident():
+            if excess <= 0:
+                return
+            excess -= slot.extent_bytes
+            alive = self.tier.current(slot.body.exact, slot.generation)
+            if alive and self._nvme is not None and self._nvme.lookup(slot.body.exact) is None:
+                await self._demote(slot)
+
+    async def _demote(self, slot: Slot) -> None:
+        """Copy one body to the NVMe tier; where that fails the body is only less well kept."""
+        assert self._nvme is not None
+        record = Record(slot.body, slot.checksums, slot.meta)
+        slot.leases += 1  # ours, for the time of the write; it is no use and leaves the order alone
+        try:
+            for gone in await self._nvme.make_room(record):
+                self._counters["nvme_evicted"] += 1
+                if self.tier.get(gone.exact) is None:
+                    self.on_gone(gone)
+            await self._nvme.append(record, self.slab.view(slot.offset, slot.nbytes))
+            self._counters["demoted"] += 1
+        except P2PCacheError as error:
+            _log.warning("a body was not demoted: %s", error)
+        finally:
+            self.tier.release(slot)
+
+    # -- up --------------------------------------------------------------------------------------
+
+    async def lease(self, exact: ExactKey) -> tuple[Slot, Tier] | None:
+        """A lease on a body of this node and the tier it came from; None where it is not here.
+
+        One that is only in the NVMe tier is read up first. Raises TierFull, CorruptBody.
+        """
+        came_from = Tier.HOST
+        while (slot := self.tier.lease(exact)) is None:
+            if self._nvme is None or self._nvme.lookup(exact) is None:
+                return None
+            under_way = self._promoting.get(exact)
+            if under_way is not None:
+                await asyncio.wait([under_way])
+            else:
+                await self._promote(exact)
+            came_from = Tier.NVME
+        return slot, came_from
+
+    async def _promote(self, exact: ExactKey) -> None:
+        assert self._nvme is not None
+        record = self._nvme.lookup(exact)
+        if record is None:
+            return
+        done = self._promoting[exact] = asyncio.get_running_loop().create_future()
+        slot = None
+        try:
+            slot = await self.reserve(record.body, "promotion")
+            # The store lets go of the buffer before it returns, even where it is cancelled.
+            whole = await self._nvme.read_into(exact, self.slab.view(slot.offset, slot.nbytes))
+            if whole is None:
+                self.tier.abort(slot)
+            else:
+                self.commit(slot, whole.checksums, whole.meta)
+        except BaseException as error:
+            if slot is not None:
+                self.tier.abort(slot)
+            if isinstance(error, CorruptBody):
+                self._counters["corrupt"] += 1
+                self.on_gone(record.body)
+            raise
+        finally:
+            del self._promoting[exact]
+            done.set_result(None)
+
+    async def close(self) -> None:
+        if self._demoting is not None:
+            await asyncio.gather(self._demoting, return_exceptions=True)

@@ -1,0 +1,173 @@
+"""A node with everything it needs around it, on an event loop thread of its own.
+
+The actor, the embedded mode and the tests all start nodes through `NodeRuntime`; nothing else
+wires ports together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import random
+import secrets
+import socket
+import tempfile
+import threading
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+from p2pcache.config import NodeConfig
+from p2pcache.core.membership import Member, View
+from p2pcache.io.control_zmq import ZmqControl
+from p2pcache.io.engine_socket import EngineSocket, private_folder
+from p2pcache.io.ports import Transport
+from p2pcache.io.slab import HostSlab
+from p2pcache.io.store_nvme import NvmeStore
+from p2pcache.io.transport_shm import ShmTransport
+from p2pcache.io.transport_tcp import TcpTransport
+from p2pcache.io.transport_ucx import UcxTransport, ucx_available
+from p2pcache.node import Node, Ports
+from p2pcache.node.engines import EngineDesk
+from p2pcache.types import NodeDown
+
+T = TypeVar("T")
+CALL_TIMEOUT_S = 30.0
+
+
+class NodeRuntime:
+    """One running node. Made by `start`; `close` stops it and leaves nothing behind."""
+
+    def __init__(self) -> None:
+        """Not for callers: use `start`."""
+        self._loop: asyncio.AbstractEventLoop
+        self._thread: threading.Thread
+        self._closers: list[Any] = []
+        self.config: NodeConfig
+        self.member: Member
+        self.node: Node
+        self.socket_path: str
+
+    @staticmethod
+    def start(config: NodeConfig) -> NodeRuntime:
+        """Bring a node up. Raises ConfigError, with nothing left running, where a setting cannot hold."""
+        self = NodeRuntime()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="p2pcache-node", daemon=True)
+        self._thread.start()
+        try:
+            self.call(self._bring_up(config))
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = CALL_TIMEOUT_S) -> T:
+        """Run a coroutine on the node's loop and wait for it. Raises NodeDown after `close`."""
+        if self._loop.is_closed():
+            coroutine.close()
+            raise NodeDown("this node has been closed")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            raise NodeDown(f"the node did not answer within {timeout_s} s") from None
+
+    def apply_view(self, members: list[Member]) -> None:
+        """Tell the node who is in the mesh."""
+        self._loop.call_soon_threadsafe(self.node.apply_view, View.of(members))
+
+    def flush(self) -> None:
+        """Wait until the owners have been told all that this node holds now."""
+        self.call(self.node.publisher.flushed())
+
+    def status(self) -> dict[str, Any]:
+        async def read() -> dict[str, Any]:
+            return self.node.status()
+
+        return self.call(read())
+
+    def close(self) -> None:
+        """Stop serving, let go of memory and files. Idempotent."""
+        if self._loop.is_closed():
+            return
+        try:
+            self.call(self._tear_down())
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _bring_up(self, config: NodeConfig) -> None:
+        incarnation = secrets.randbits(63) or 1
+        name = config.name or f"{socket.gethostname()}-{incarnation & 0xFFFF:04x}"
+        self.config = config
+        slab = HostSlab(config.host_bytes_max)
+        self._closers.append(slab.close)
+        control = ZmqControl(config.host, config.control_port, lambda: self._identity(name, incarnation))
+        self._closers.append(control.close)
+        nvme = None
+        if config.nvme_path:
+            nvme = await NvmeStore.open(
+                config.nvme_path,
+                capacity_bytes=config.nvme_bytes_max,
+                segment_bytes=config.nvme_segment_bytes,
+            )
+            self._closers.append(nvme.close)
+        self.socket_path = str(_runtime_folder(config) / f"{incarnation:016x}.sock")
+        transports = _transports(config, self.socket_path)
+        ports = Ports(control, slab, transports, nvme)
+        rng = random.Random(incarnation)
+        node = self.node = Node(config, name, incarnation, ports, rng, lambda: self.member)
+        addresses = {}
+        for transport in transports:
+            addresses[transport.name] = await transport.start(node.desk.office)
+            self._closers.append(transport.close)
+        await control.start(node.on_peer)
+        self.member = Member(name, incarnation, control.address, _boot_id(), addresses)
+        engines = EngineSocket(self.socket_path, slab)
+        await engines.start(EngineDesk(node))
+        self._closers += [node.close, engines.close]
+        node.start()
+        node.apply_view(View.of([self.member]))
+
+    def _identity(self, name: str, incarnation: int) -> tuple[str, int, bytes]:
+        node = getattr(self, "node", None)
+        return name, incarnation, node.view.view_id if node is not None else b""
+
+    async def _tear_down(self) -> None:
+        # In reverse: first nobody comes in any more, last the memory goes.
+        for closer in reversed(self._closers):
+            result = closer()
+            if asyncio.iscoroutine(result):
+                await result
+        self._closers.clear()
+
+
+def _transports(config: NodeConfig, socket_path: str) -> list[Transport]:
+    """This node's transports, in order of preference. One whose library is absent is left out."""
+    wanted = dict.fromkeys([*config.transports, *(t for ts in config.transports_by_peer.values() for t in ts)])
+    made: list[Transport] = []
+    for name in wanted:
+        if name == "shm":
+            made.append(ShmTransport(socket_path, _boot_id()))
+        elif name == "tcp":
+            made.append(TcpTransport(config.host))
+        elif name == "ucx" and ucx_available() is None:
+            made.append(UcxTransport(config.host))
+    return made
+
+
+def _runtime_folder(config: NodeConfig) -> Path:
+    """The 0700 folder of the engine socket."""
+    if config.runtime_dir:
+        return private_folder(Path(config.runtime_dir))
+    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+    return private_folder(Path(base) / f"p2pcache-{os.geteuid()}")
+
+
+def _boot_id() -> str:
+    """Names the running kernel *and* this mount of /proc's host: equal ids can pass descriptors."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

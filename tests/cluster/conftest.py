@@ -1,0 +1,40 @@
+"""One Ray cluster of three nodes on this machine, bound to loopback, for all cluster tests."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+
+import pytest
+
+NODES = ("a", "b", "c")
+
+# Ray's name for "this cluster stays on this machine"; it must be set before Ray is imported.
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+for name, value in (("initial_delay", 1000), ("period", 500), ("timeout", 1000)):
+    os.environ.setdefault(f"RAY_health_check_{name}_ms", str(value))
+os.environ.setdefault("RAY_health_check_failure_threshold", "3")
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[object]:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster()
+    try:
+        for name in NODES:
+            add_node(cluster, name)
+        ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+        cluster.wait_for_nodes()
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def add_node(cluster: object, name: str) -> object:
+    labels = {"p2pcache": "1", "p2pcache-name": name}
+    return cluster.add_node(num_cpus=1, labels=labels, object_store_memory=80 << 20, include_dashboard=False)

@@ -1,0 +1,158 @@
+"""The mesh on Ray: one actor a node, Views that follow Ray's, and bodies that cross nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tests.cluster.conftest import NODES, add_node
+
+from p2pcache.types import ConfigError, NodeDown
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def mesh(cluster: Any, tmp_path: Any):
+    from p2pcache.actor import Mesh
+
+    mesh = Mesh.ensure({"host_bytes_max": 64 * MIB, "runtime_dir": str(tmp_path / "run")})
+    try:
+        mesh.wait_for(len(NODES))
+        yield mesh
+    finally:
+        mesh.stop()
+
+
+def eventually(what: Callable[[], Any], timeout_s: float = 30.0) -> Any:
+    """The first true value of `what`, polled: Ray gives no event for what other processes do."""
+    until_s = time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        value = what()
+        if value:
+            return value
+        time.sleep(0.1)
+    raise AssertionError(f"not within {timeout_s} s")
+
+
+def on_node(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function in a Ray worker on one node."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from p2pcache.io.members_ray import alive_nodes
+
+    node_id = next(n.node_id for n in alive_nodes(True) if n.name == name)
+    remote = ray.remote(num_cpus=0)(function)
+    where = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return ray.get(remote.options(scheduling_strategy=where).remote(*arguments), timeout=60)
+
+
+def store(seed: int, tokens: int) -> tuple[str, int]:
+    """In a worker: store KV made from a seed at this node. Returns (node, chunks stored)."""
+    import torch
+
+    import p2pcache
+
+    namespace = p2pcache.Namespace("m", "w", p2pcache.KVLayout(4, 2, 16, "float32"))
+    with p2pcache.connect() as client:
+        cache = client.open(namespace)
+        keys = cache.chunks(range(seed, seed + tokens), p2pcache.FixedChunker(64))
+        kv = torch.randn(4, 2, tokens, 2, 16, generator=torch.Generator().manual_seed(seed))
+        stored = cache.store(keys, kv)
+        assert stored.published()
+        return client.node, stored.stored
+
+
+def fetch(seed: int, tokens: int) -> dict[str, Any]:
+    """In a worker: look the same tokens up at this node, fetch them and compare every byte."""
+    import torch
+
+    import p2pcache
+
+    namespace = p2pcache.Namespace("m", "w", p2pcache.KVLayout(4, 2, 16, "float32"))
+    kv = torch.randn(4, 2, tokens, 2, 16, generator=torch.Generator().manual_seed(seed))
+    with p2pcache.connect() as client:
+        cache = client.open(namespace)
+        lookup = cache.lookup(range(seed, seed + tokens), chunker=p2pcache.FixedChunker(64), budget_s=2.0)
+        with cache.fetch(lookup) as fetched:
+            came = [c for c in fetched if c.kv is not None]
+            equal = all(torch.equal(c.kv, kv[:, :, c.found.keys.start : c.found.keys.stop]) for c in came)
+            return {
+                "node": client.node,
+                "came": len(came),
+                "equal": equal,
+                "from": sorted({c.peer for c in came}),
+                "misses": sorted({str(c.miss) for c in fetched if c.miss}),
+            }
+
+
+def test_a_body_stored_on_one_node_is_pulled_by_another(mesh: Any):
+    assert on_node("a", store, 1, 256) == ("a", 4)
+    assert on_node("c", fetch, 1, 256) == {"node": "c", "came": 4, "equal": True, "from": ["a"], "misses": []}
+    statuses = {s["name"]: s for s in mesh.node_statuses()}
+    assert set(statuses) == set(NODES)
+    assert {s["view_id"] for s in statuses.values()} == {statuses["a"]["view_id"]}
+    assert sum(s["leases"] + s["tickets"] for s in statuses.values()) == 0
+
+
+def test_every_node_has_exactly_one_actor_and_a_second_start_finds_the_mesh(mesh: Any):
+    from p2pcache.actor import Mesh
+
+    again = Mesh.ensure({"host_bytes_max": 64 * MIB})
+    assert {m.incarnation for m in again.wait_for(3)} == {m.incarnation for m in mesh.wait_for(3)}
+
+
+def test_a_killed_actor_comes_back_as_another_member(mesh: Any):
+    import ray
+
+    from p2pcache.actor import RAY_NAMESPACE, node_actor_name
+    from p2pcache.io.members_ray import alive_nodes
+
+    before = {m.name: m.incarnation for m in mesh.wait_for(3)}
+    on_node("b", store, 2, 256)
+    node_id = next(n.node_id for n in alive_nodes(True) if n.name == "b")
+    ray.kill(ray.get_actor(node_actor_name(node_id), namespace=RAY_NAMESPACE), no_restart=False)
+    after = eventually(
+        lambda: (now := {m.name: m.incarnation for m in mesh.wait_for(3)}) != before and len(now) == 3 and now
+    )
+    assert after["a"] == before["a"] and after["b"] != before["b"]
+    answer = on_node("c", fetch, 2, 256)  # what the old incarnation held is gone; nothing pretends otherwise
+    assert answer["came"] == 0 and answer["misses"], answer
+    on_node("b", store, 3, 256)
+    assert on_node("c", fetch, 3, 256)["equal"]
+
+
+def test_a_node_that_joins_becomes_a_member_and_one_that_leaves_is_forgotten(mesh: Any, cluster: Any):
+    on_node("a", store, 4, 256)
+    node = add_node(cluster, "d")
+    try:
+        assert {m.name for m in mesh.wait_for(4)} == {*NODES, "d"}
+        assert on_node("d", fetch, 4, 256)["came"] == 4
+    finally:
+        cluster.remove_node(node, allow_graceful=True)
+    eventually(lambda: {m["name"] for m in mesh.status()["members"]} == set(NODES) and mesh.status()["agreed"])
+    assert on_node("c", fetch, 4, 256)["came"] == 4
+
+
+def test_a_misspelt_setting_fails_where_it_is_given(cluster: Any):
+    from p2pcache.actor import Mesh
+
+    with pytest.raises(ConfigError, match="host_bytes_max"):
+        Mesh.ensure({"host_byte_max": 1})
+
+
+def test_a_node_that_cannot_start_is_named_with_its_reason(cluster: Any, tmp_path: Any):
+    from p2pcache.actor import Mesh
+
+    own = {"b": {"host_bytes_max": 1 << 50}}
+    mesh = Mesh.ensure({"host_bytes_max": 16 * MIB, "runtime_dir": str(tmp_path)}, by_node=own)
+    try:
+        with pytest.raises(NodeDown, match="host_bytes_max asks for a slab"):
+            mesh.wait_for(3, timeout_s=15)
+        assert {m["name"] for m in mesh.status()["members"]} == {"a", "c"}
+    finally:
+        mesh.stop()

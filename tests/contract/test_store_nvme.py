@@ -1,0 +1,623 @@
+"""The NVMe store on real files: round trips, restarts, damage, its cap, its lock, and SIGKILL."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import threading
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from p2pcache.core.checksum import CorruptBody, checksum_body
+from p2pcache.core.nvmelog import PAGE_BYTES, Record, round_up
+from p2pcache.io.store_nvme import Appended, NvmeStore
+from p2pcache.types import (
+    BodyInfo,
+    ConfigError,
+    ContentKey,
+    ExactKey,
+    LayoutError,
+    NodeDown,
+    Provenance,
+    TierFull,
+)
+
+MIB = 1 << 20
+CHUNK_BYTES = 3_098_112  # 756.375 pages
+ROOT = Path(__file__).parents[2]
+
+
+def make(number: int, nbytes: int = 60_000, layers: int = 3, meta: bytes = b"") -> tuple[Record, memoryview]:
+    """A record and its body, the same ones for the same arguments in every process."""
+    body = memoryview(random.Random(number).randbytes(nbytes))
+    exact = ExactKey(number.to_bytes(16, "little"))
+    content = ContentKey((number % 1000).to_bytes(16, "big"))
+    info = BodyInfo(content, exact, tokens=256, nbytes=nbytes, provenance=Provenance.ISOLATED, base_position=77)
+    return Record(info, checksum_body(body, exact, layers), meta), body
+
+
+@asynccontextmanager
+async def opened(path, capacity_bytes=4 * MIB, segment_bytes=MIB, **options):
+    store = await NvmeStore.open(path, capacity_bytes=capacity_bytes, segment_bytes=segment_bytes, **options)
+    try:
+        yield store
+        store._index.validate()
+    finally:
+        await store.close()
+
+
+async def put(store: NvmeStore, record: Record, body: memoryview) -> list[ExactKey]:
+    evicted = await store.make_room(record)
+    assert await store.append(record, body) is Appended.STORED
+    return [gone.exact for gone in evicted]
+
+
+async def get(store: NvmeStore, record: Record) -> bytes | None:
+    dest = memoryview(bytearray(record.body.nbytes))
+    found = await store.read_into(record.body.exact, dest)
+    assert found in (None, record)
+    return bytes(dest) if found else None
+
+
+async def fill(path, numbers, **options):
+    """A store that has been closed, with records `numbers`; where they lie, by number."""
+    async with opened(path, **options) as store:
+        for number in numbers:
+            await put(store, *make(number))
+        return {number: store._index.lookup(make(number)[0].body.exact) for number in numbers}
+
+
+def flip(path: Path, segment: int, at: int) -> None:
+    with open(path / f"{segment:06d}.seg", "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 16]))
+
+
+def file_bytes(path: Path) -> int:
+    return sum(entry.stat().st_size for entry in path.iterdir())
+
+
+@pytest.mark.parametrize("meta", [b"", b"\0opaque\xff" * 300])
+@pytest.mark.parametrize(
+    ("nbytes", "layers"), [(1, 1), (4095, 3), (4096, 1), (4097, 1), (CHUNK_BYTES, 3), (61_440, 1024)]
+)
+def test_what_was_appended_is_read_back_now_and_after_a_restart(tmp_path, nbytes, layers, meta):
+    async def scenario():
+        record, body = make(1, nbytes, layers, meta)
+        neighbour = make(2, 4097, 17)
+        async with opened(tmp_path, 16 * MIB, 8 * MIB) as store:
+            assert await get(store, record) is None and store.lookup(record.body.exact) is None
+            assert await put(store, record, body) == []
+            await put(store, *neighbour)
+            assert await get(store, record) == body
+        async with opened(tmp_path, 16 * MIB, 8 * MIB) as store:
+            assert store.lookup(record.body.exact) == record
+            assert store.by_content(record.body.content) == [record]
+            assert list(store.records()) == [record, neighbour[0]]
+            assert await get(store, record) == body and await get(store, neighbour[0]) == neighbour[1]
+            assert store.stats().flipped == store.stats().torn == store.stats().corrupt == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_key_that_is_there_or_on_its_way_is_not_written_again(tmp_path):
+    async def scenario():
+        async with opened(tmp_path) as store:
+            record, body = make(1)
+            both = await asyncio.gather(store.append(record, body), store.append(record, body))
+            assert sorted(both) == [Appended.IN_FLIGHT, Appended.STORED]
+            used = store.used_bytes
+            assert await store.append(record, body) is Appended.PRESENT
+            assert store.used_bytes == used and store.stats().appended == 1
+
+    asyncio.run(scenario())
+
+
+def test_concurrent_appends_and_reads_keep_to_their_own_bytes(tmp_path):
+    async def scenario():
+        made = [make(number, 1000 * number + 1000, 1) for number in range(40)]
+        async with opened(tmp_path, workers=4) as store:
+            await asyncio.gather(*(put(store, *one) for one in made))
+            assert await asyncio.gather(*(get(store, record) for record, _ in made)) == [
+                body for _, body in made
+            ]
+        async with opened(tmp_path) as store:
+            assert [await get(store, record) for record, _ in made] == [body for _, body in made]
+
+    asyncio.run(scenario())
+
+
+def test_eviction_is_first_in_first_out_and_the_cap_is_never_exceeded(tmp_path):
+    async def scenario():
+        gone, cap = [], 4 * MIB + 1234
+        async with opened(tmp_path, cap, MIB) as store:
+            for number in range(200):
+                gone += await put(store, *make(number))
+                assert file_bytes(tmp_path) <= cap and store.used_bytes <= store.capacity_bytes == cap
+            assert gone == [make(number)[0].body.exact for number in range(len(gone))]
+            assert store.stats().records == 200 - len(gone) > 40
+            assert store.stats().evicted == len(gone)
+            assert await get(store, make(199)[0]) == make(199)[1] and await get(store, make(0)[0]) is None
+        assert sum(entry.stat().st_blocks * 512 for entry in tmp_path.iterdir()) >= 4 * MIB  # not sparse
+        async with opened(tmp_path, cap, MIB) as store:
+            assert store.stats().records == 200 - len(gone) and store.used_bytes > 3 * MIB  # at once
+            assert store.stats().flipped == store.stats().torn == 0
+            for number in range(200, 260):
+                gone += await put(store, *make(number))
+            assert gone == [make(number)[0].body.exact for number in range(len(gone))]
+
+    asyncio.run(scenario())
+
+
+def test_room_is_reclaimed_only_for_a_caller_that_was_told_what_to_withdraw(tmp_path):
+    async def scenario():
+        async with opened(tmp_path, 2 * MIB, MIB) as store:
+            number = 0
+            while not (told := await store.make_room(make(number)[0])):
+                assert await store.append(*make(number)) is Appended.STORED
+                number += 1
+            with pytest.raises(TierFull, match="make_room"):
+                await store.append(*make(1000))
+            assert await store.make_room(make(1001)[0]) == told
+            assert await store.append(*make(1001)) is Appended.STORED
+            assert await store.append(*make(number)) is Appended.STORED  # its room had been made already
+
+    asyncio.run(scenario())
+
+
+def test_a_record_that_fits_no_segment_is_refused_at_once(tmp_path):
+    async def scenario():
+        async with opened(tmp_path) as store:
+            record, body = make(1, MIB, 1)
+            with pytest.raises(TierFull, match="fits no NVMe segment"):
+                await store.make_room(record)
+            with pytest.raises(TierFull, match="fits no NVMe segment"):
+                await store.append(record, body)
+
+    asyncio.run(scenario())
+
+
+def test_a_segment_that_is_being_read_is_not_reused(tmp_path, monkeypatch):
+    async def scenario():
+        async with opened(tmp_path, 2 * MIB, MIB) as store:
+            record, body = make(0)
+            await put(store, record, body)
+            reading, go_on = threading.Event(), threading.Event()
+            read = store._files.read
+
+            def slow_read(*args):
+                reading.set()
+                go_on.wait()
+                read(*args)
+
+            monkeypatch.setattr(store._files, "read", slow_read)
+            task = asyncio.ensure_future(get(store, record))
+            await asyncio.to_thread(reading.wait)
+            evicted = []
+            for number in range(1, 60):
+                evicted += await put(store, *make(number))
+            assert record.body.exact not in evicted and len(evicted) > 20
+            go_on.set()
+            assert await task == body
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("call", ["read", "append"])
+def test_a_cancelled_call_returns_only_when_its_thread_has_let_go_of_the_buffer(tmp_path, monkeypatch, call):
+    async def scenario():
+        async with opened(tmp_path) as store:
+            await put(store, *make(1))
+            working, go_on = threading.Event(), threading.Event()
+
+            def slow(stop, *args):
+                working.set()
+                go_on.wait()
+                assert stop.is_set()
+
+            if call == "read":
+                monkeypatch.setattr(store._files, "read_verified", slow)
+                task = asyncio.ensure_future(get(store, make(1)[0]))
+            else:
+                monkeypatch.setattr(store, "_write", slow)
+                task = asyncio.ensure_future(store.append(*make(2)))
+            await asyncio.to_thread(working.wait)
+            for _ in range(3):  # however often
+                task.cancel()
+                await asyncio.sleep(0.01)
+                assert not task.done()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            monkeypatch.undo()
+            assert await get(store, make(1)[0]) == make(1)[1] and await get(store, make(2)[0]) is None
+            await put(store, *make(2))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_flipped_bit_in_a_body_is_found_when_it_is_read_and_stays_dropped(tmp_path, layer):
+    async def scenario():
+        places = await fill(tmp_path, range(5))
+        flip(tmp_path, places[2].segment, places[2].body_offset + layer * 20_000 + 19_999)
+        async with opened(tmp_path) as store:
+            assert store.stats().records == 5
+            with pytest.raises(CorruptBody, match=f"layer {layer}"):
+                await get(store, make(2)[0])
+            assert await get(store, make(2)[0]) is None and store.stats().corrupt == 1
+            assert [await get(store, make(n)[0]) == make(n)[1] for n in (0, 1, 3, 4)] == [True] * 4
+        async with opened(tmp_path) as store:
+            assert store.stats().records == 4 and store.lookup(make(2)[0].body.exact) is None
+            await put(store, *make(2))
+            assert await get(store, make(2)[0]) == make(2)[1]
+
+    asyncio.run(scenario())
+
+
+def test_bodies_are_verified_at_the_start_on_demand(tmp_path):
+    async def scenario():
+        places = await fill(tmp_path, range(5))
+        flip(tmp_path, places[2].segment, places[2].body_offset + 5)
+        for _ in range(2):
+            async with opened(tmp_path, verify_bodies=True) as store:
+                assert store.stats().records == 4 and store.lookup(make(2)[0].body.exact) is None
+        assert store.stats().corrupt == 0  # it had been marked dead the first time
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("victim", [0, 2, 4])
+@pytest.mark.parametrize("at", [0, 9, 17, 18, 40, 100, 128, 4000, 4095])
+def test_a_flipped_bit_in_a_header_costs_that_record_only(tmp_path, victim, at):
+    async def scenario():
+        places = await fill(tmp_path, range(5))
+        flip(tmp_path, places[victim].segment, places[victim].offset + at)
+        async with opened(tmp_path) as store:
+            assert store.stats().flipped == 1 and store.stats().records == 4
+            for number in range(5):
+                expected = None if number == victim else make(number)[1]
+                assert await get(store, make(number)[0]) == expected
+
+    asyncio.run(scenario())
+
+
+def test_a_flipped_segment_header_costs_that_segment_only_and_its_epoch_is_not_used_again(tmp_path):
+    async def scenario():
+        places = await fill(tmp_path, range(40))
+        youngest = max(place.segment for place in places.values())
+        flip(tmp_path, youngest, 8)
+        kept = [number for number, place in places.items() if place.segment != youngest]
+        for _ in range(2):  # the lost segment's records must not come back at the second start
+            async with opened(tmp_path) as store:
+                assert [number for number in places if store.lookup(make(number)[0].body.exact)] == kept
+                assert min(s.epoch for s in store._index._segments if s.number == youngest) > places[0].epoch
+        assert store.stats().flipped == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_torn_append_is_counted_dropped_and_written_behind(tmp_path, monkeypatch):
+    async def scenario():
+        async with opened(tmp_path) as store:
+            await put(store, *make(1))
+            write = store._files.write
+
+            def die_before_the_last_header(stop, segment, offset, data):
+                if data[18] == 2 and data.nbytes == PAGE_BYTES:
+                    raise OSError(errno.EIO, "as if killed here")
+                write(stop, segment, offset, data)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(store._files, "write", die_before_the_last_header)
+                with pytest.raises(TierFull, match="write failed"):
+                    await store.append(*make(2))
+            await put(store, *make(3))
+        async with opened(tmp_path) as store:
+            assert (store.stats().torn, store.stats().flipped, store.stats().records) == (1, 0, 2)
+            assert await get(store, make(2)[0]) is None and await get(store, make(3)[0]) == make(3)[1]
+            await put(store, *make(2))
+            assert await get(store, make(2)[0]) == make(2)[1] and await get(store, make(1)[0]) == make(1)[1]
+
+    asyncio.run(scenario())
+
+
+def test_a_committed_header_before_a_torn_body_is_found_at_the_read(tmp_path):
+    """What a power loss can leave, since nothing is flushed."""
+
+    async def scenario():
+        places = await fill(tmp_path, range(2))
+        end = places[1].offset + round_up(places[1].record.record_bytes)
+        with open(tmp_path / "000000.seg", "r+b") as file:
+            file.seek(end - 5 * PAGE_BYTES)
+            file.write(bytes(5 * PAGE_BYTES))
+        async with opened(tmp_path) as store:
+            with pytest.raises(CorruptBody):
+                await get(store, make(1)[0])
+            assert await get(store, make(0)[0]) == make(0)[1]
+
+    asyncio.run(scenario())
+
+
+def test_a_failing_device_costs_the_record_and_not_the_store(tmp_path, monkeypatch):
+    def fail(*_args):
+        raise OSError(errno.EIO, "device error")
+
+    async def scenario():
+        async with opened(tmp_path) as store:
+            await put(store, *make(1))
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pwritev", fail)
+                with pytest.raises(TierFull, match="device error"):
+                    await store.append(*make(2))
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "preadv", fail)
+                with pytest.raises(CorruptBody, match="device error"):
+                    await get(store, make(1)[0])
+            assert await get(store, make(1)[0]) is None
+            assert (store.stats().write_errors, store.stats().read_errors, store.stats().corrupt) == (1, 1, 0)
+            await put(store, *make(1))
+            await put(store, *make(2))
+            assert await get(store, make(2)[0]) == make(2)[1]
+
+    asyncio.run(scenario())
+
+
+def test_a_segment_that_cannot_be_reused_is_retired(tmp_path, monkeypatch):
+    def fail(*_args):
+        raise OSError(errno.EIO, "device error")
+
+    async def scenario():
+        async with opened(tmp_path, 3 * MIB, MIB) as store:
+            number = 0
+            while not await store.make_room(make(number)[0]):
+                assert await store.append(*make(number)) is Appended.STORED
+                number += 1
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "pwritev", fail)
+                with pytest.raises(TierFull, match="cannot be written"):
+                    await store.append(*make(number))
+            for number in range(100, 160):
+                await put(store, *make(number))
+            assert 20 < store.stats().records < 35
+
+    asyncio.run(scenario())
+
+
+def test_a_dropped_record_stays_dropped(tmp_path):
+    async def scenario():
+        await fill(tmp_path, range(3))
+        async with opened(tmp_path) as store:
+            assert await store.drop(make(1)[0].body.exact) and not await store.drop(make(1)[0].body.exact)
+        async with opened(tmp_path) as store:
+            assert store.lookup(make(1)[0].body.exact) is None and store.stats().records == 2
+            assert store.stats().flipped == store.stats().torn == 0
+
+    asyncio.run(scenario())
+
+
+def test_buffers_of_the_wrong_length_are_typed_errors_and_cost_nothing(tmp_path):
+    async def scenario():
+        async with opened(tmp_path) as store:
+            record, body = make(1)
+            with pytest.raises(LayoutError):
+                await store.append(record, body[:-1])
+            await put(store, record, body)
+            for dest in (memoryview(bytearray(10)), memoryview(bytes(record.body.nbytes))):
+                with pytest.raises(LayoutError):
+                    await store.read_into(record.body.exact, dest)
+            assert await get(store, record) == body
+
+    asyncio.run(scenario())
+
+
+def test_a_closed_store_says_so(tmp_path):
+    async def scenario():
+        async with opened(tmp_path) as store:
+            pass
+        await store.close()
+        with pytest.raises(NodeDown):
+            await store.append(*make(1))
+        with pytest.raises(NodeDown):
+            await store.read_into(make(1)[0].body.exact, memoryview(bytearray(1)))
+
+    asyncio.run(scenario())
+
+
+def test_another_cap_keeps_what_still_fits_and_another_segment_size_starts_afresh(tmp_path):
+    async def scenario():
+        await fill(tmp_path, range(60))
+        async with opened(tmp_path, 2 * MIB) as store:
+            assert file_bytes(tmp_path) == 2 * MIB and 25 < store.stats().records < 35
+        async with opened(tmp_path, 6 * MIB) as store:
+            assert file_bytes(tmp_path) == 6 * MIB and 25 < store.stats().records < 35
+        async with opened(tmp_path, 6 * MIB, 2 * MIB) as store:
+            assert file_bytes(tmp_path) == 6 * MIB and store.stats().records == 0
+
+    asyncio.run(scenario())
+
+
+def test_files_are_private_named_by_number_and_strangers_are_left_alone(tmp_path):
+    async def scenario():
+        path = tmp_path / "a" / "b"
+        async with opened(path) as store:
+            await put(store, *make(1))
+            assert sorted(os.listdir(path)) == [f"{number:06d}.seg" for number in range(4)]
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700
+            assert {stat.S_IMODE(entry.stat().st_mode) for entry in path.iterdir()} == {0o600}
+        (path / "notes.txt").write_text("mine")
+        async with opened(path, 2 * MIB):
+            assert (path / "notes.txt").read_text() == "mine"
+
+    asyncio.run(scenario())
+
+
+def refusal(path, capacity_bytes=4 * MIB, segment_bytes=MIB) -> str:
+    async def scenario():
+        async with opened(path, capacity_bytes, segment_bytes):
+            pass
+
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(scenario())
+    return str(caught.value)
+
+
+class TestPathsThatCannotBeUsed:
+    """Each is a ConfigError that names the path and what is wrong with it."""
+
+    def test_a_file(self, tmp_path):
+        path = tmp_path / "file"
+        path.write_text("")
+        assert f"{path} is not a directory" in refusal(path)
+        assert f"{path / 'sub'} is not a directory" in refusal(path / "sub")
+
+    def test_one_that_cannot_be_written(self):
+        assert "/proc/sys/p2pcache cannot be made" in refusal("/proc/sys/p2pcache")
+
+    def test_one_where_no_file_can_be_made(self, tmp_path, monkeypatch):
+        tmp_path.joinpath("notes").write_text("mine")
+        monkeypatch.setattr(os, "posix_fallocate", self.failing(errno.EROFS))
+        assert f"{tmp_path} cannot be written" in refusal(tmp_path)
+        assert os.listdir(tmp_path) == ["notes"]
+
+    def test_one_that_is_open_to_others(self, tmp_path):
+        tmp_path.chmod(0o755)
+        assert "open to other users (mode 755)" in refusal(tmp_path)
+
+    def test_one_with_a_link_in_the_place_of_a_segment(self, tmp_path):
+        (tmp_path / "target").write_bytes(b"precious")
+        (tmp_path / "000001.seg").symlink_to(tmp_path / "target")
+
+        async def scenario():
+            async with opened(tmp_path):
+                assert not (tmp_path / "000001.seg").is_symlink()
+
+        asyncio.run(scenario())
+        assert (tmp_path / "target").read_bytes() == b"precious"
+
+    def test_one_on_too_small_a_device(self, tmp_path):
+        words = refusal(tmp_path, 1 << 60, 1 << 52)
+        assert str(tmp_path) in words and str(1 << 60) in words and "are free" in words
+        assert os.listdir(tmp_path) == []
+
+    def test_one_on_a_device_that_fills_up_meanwhile(self, tmp_path, monkeypatch):
+        asyncio.run(fill(tmp_path, range(3), capacity_bytes=2 * MIB))
+        allocate = self.failing(errno.ENOSPC, after=4)
+        monkeypatch.setattr(os, "posix_fallocate", allocate)
+        words = refusal(tmp_path, 6 * MIB)
+        assert str(tmp_path) in words and f"{4 * MIB} bytes are asked for" in words
+        assert sorted(os.listdir(tmp_path)) == ["000000.seg", "000001.seg"]  # no more than before
+
+    @staticmethod
+    def failing(code, after=0):
+        calls = []
+
+        def fallocate(*_args):
+            calls.append(1)
+            if len(calls) > after:
+                raise OSError(code, os.strerror(code))
+
+        return fallocate
+
+
+def child(script: str, *args: object) -> subprocess.Popen:
+    """This module's helpers in another process; `script` is the body of a coroutine."""
+    lines = "\n".join("    " + line for line in script.splitlines())
+    source = (
+        "import asyncio, sys, time\nfrom test_store_nvme import *\n"
+        f"async def main():\n{lines}\nasyncio.run(main())"
+    )
+    path = os.pathsep.join([str(ROOT), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, "-c", source, *map(str, args)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+def test_a_store_that_another_process_holds_is_refused_until_it_dies(tmp_path):
+    holder = child(
+        "async with opened(sys.argv[1]):\n    print('open', flush=True)\n    await asyncio.sleep(600)",
+        tmp_path,
+    )
+    try:
+        assert holder.stdout.readline() == "open\n"
+        assert f"{tmp_path} is held by another live process" in refusal(tmp_path)
+    finally:
+        holder.kill()
+        holder.communicate()
+    asyncio.run(fill(tmp_path, range(2)))
+
+
+def test_a_store_is_held_within_one_process_too(tmp_path):
+    async def scenario():
+        async with opened(tmp_path):
+            with pytest.raises(ConfigError, match="held"):
+                await NvmeStore.open(tmp_path, capacity_bytes=4 * MIB, segment_bytes=MIB)
+
+    asyncio.run(scenario())
+
+
+WRITER = """
+first = int(sys.argv[2])
+async with opened(sys.argv[1], 12 * MIB, 3 * MIB) as store:
+    whole_write = store._files.write
+    def slow_write(stop, segment, offset, data):  # so that most kills fall within a record
+        for at in range(0, data.nbytes, 100_000):
+            time.sleep(0.001)
+            whole_write(stop, segment, offset + at, data[at : at + 100_000])
+    store._files.write = slow_write
+    async def write(number):
+        record, body = make(number, 30 * (1 + number * 7919 % 20_000), 30)
+        for key in [b.exact for b in await store.make_room(record)]:
+            print('-', int.from_bytes(key, 'little'), flush=True)
+        try:
+            await store.append(record, body)
+        except TierFull:
+            return
+        print('+', number, flush=True)
+    for number in range(first, first + 100_000, 3):
+        await asyncio.gather(write(number), write(number + 1), write(number + 2))
+"""
+
+
+def test_after_sigkill_every_committed_record_is_found_whole(tmp_path):
+    """Six lives of a writer, with evictions, each killed at some moment in the middle of appends."""
+    rng = random.Random(7)
+    expected: set[int] = set()
+    torn = evicted = first = 0
+    for _ in range(6):
+        writer = child(WRITER, tmp_path, first)
+        lines = [writer.stdout.readline() for _ in range(rng.randrange(20, 160))]
+        writer.send_signal(signal.SIGKILL)
+        lines += writer.communicate()[0].splitlines(keepends=True)
+        for line in (line for line in lines if line.endswith("\n")):
+            sign, number = line.split()
+            (expected.add if sign == "+" else expected.discard)(int(number))
+            evicted += sign == "-"
+            first = max(first, int(number) + 3)
+
+        async def restart():
+            async with opened(tmp_path, 12 * MIB, 3 * MIB) as store:
+                found = {int.from_bytes(record.body.exact, "little"): record for record in store.records()}
+                assert expected <= found.keys()
+                # Beyond them, only what was whole and not yet told, or not yet reclaimed.
+                for number, record in found.items():
+                    wanted, body = make(number, 30 * (1 + number * 7919 % 20_000), 30)
+                    assert record == wanted and await get(store, record) == body
+                assert file_bytes(tmp_path) <= 12 * MIB and store.stats().flipped == 0
+                return store.stats().torn
+
+        torn += asyncio.run(restart())
+    assert evicted > 0 and torn > 0

@@ -1,0 +1,509 @@
+"""The contract of `ports.Transport`, run on every implementation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine
+
+import numpy as np
+import pytest
+
+from p2pcache.core.membership import Member
+from p2pcache.io import _tcp_holder
+from p2pcache.io._ucx_pulls import IdleLinks
+from p2pcache.io.ports import Ticket, TicketGone, TransportError
+from p2pcache.io.transport_tcp import TcpTransport
+from p2pcache.io.transport_ucx import UcxTransport, ucx_available
+from p2pcache.types import ConfigError, InvariantError
+from tests.contract.transports import (
+    KINDS,
+    POISON,
+    TOKEN,
+    Kind,
+    Mesh,
+    Watched,
+    child,
+    member,
+    mesh,
+)
+
+MIB = 1 << 20
+LARGE = 1024 * MIB  # sparse; far from its end when the first progress is told, on a loaded machine too
+
+
+@pytest.fixture(params=[pytest.param(kind, id=name, marks=kind.marks) for name, kind in KINDS.items()])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    reason = request.param.unavailable()
+    if reason:
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.fixture
+def sending(kind: Kind) -> Kind:
+    if not kind.holder_sends:
+        pytest.skip("its reader maps the memory; the holder takes no part in a pull")
+    return kind
+
+
+def run(case: Callable[..., Coroutine], *args: object) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(60):
+            await case(*args)
+
+    asyncio.run(bounded())
+
+
+def start(m: Mesh, ticket: Ticket, **kwargs: object) -> Watched:
+    return Watched(m.reader, m.member, ticket, **kwargs)
+
+
+async def check_works(m: Mesh, nbytes: int = 100_000) -> None:
+    ticket = m.tickets.grant(nbytes)
+    watched = start(m, ticket)
+    assert await watched.done() is None
+    assert watched.dest[:nbytes] == m.memory[:nbytes]
+    await watched.settled()
+
+
+# Bytes.
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, MIB + 1, 16 * MIB])
+def test_arrives_equal(kind: Kind, nbytes: int) -> None:
+    async def case() -> None:
+        async with mesh(kind, nbytes + 64) as m:
+            ticket = m.tickets.grant(nbytes, offset=64)
+            for _ in range(2):  # the second on a connection that is already there
+                watched = start(m, ticket)
+                assert await watched.done() is None
+                assert watched.dest[:nbytes] == m.memory[64 : 64 + nbytes]
+                assert watched.told[-1:] == ([nbytes] if nbytes else []) and not watched.problems
+                await watched.settled()
+
+    run(case)
+
+
+def test_many_pulls_at_once(kind: Kind) -> None:
+    count, nbytes = 40, 300_001
+
+    async def case() -> None:
+        async with mesh(kind, count * nbytes) as m:
+            watches = [start(m, m.tickets.grant(nbytes, i * nbytes)) for i in range(count)]
+            for i, watched in enumerate(watches):
+                assert await watched.done() is None
+                assert watched.dest[:nbytes] == m.memory[i * nbytes : (i + 1) * nbytes]
+                await watched.settled()
+
+    run(case)
+
+
+def test_progress_grows_and_never_promises_too_much(kind: Kind) -> None:
+    nbytes = 40 * MIB + 5
+
+    async def case() -> None:
+        async with mesh(kind, nbytes) as m:
+            source = np.frombuffer(m.memory, np.uint8)
+
+            def check(dest: memoryview, since: int, upto: int) -> None:
+                assert np.array_equal(np.frombuffer(dest, np.uint8)[since:upto], source[since:upto])
+
+            watched = start(m, m.tickets.grant(nbytes), check=check)
+            assert await watched.done() is None
+            assert not watched.problems
+            assert watched.told[-1] == nbytes and len(watched.told) > 2
+            await watched.settled()
+
+    run(case)
+
+
+# Refusals.
+
+
+def test_unknown_ticket_is_gone(sending: Kind) -> None:
+    async def case() -> None:
+        async with mesh(sending, 4096) as m:
+            gone = m.tickets.grant(4096)
+            m.tickets.revoke(gone)
+            for _ in range(2):
+                watched = start(m, gone)
+                assert isinstance(await watched.done(), TicketGone)
+                await watched.settled()
+                assert watched.dest[:] == bytes([POISON]) * 4096
+            await check_works(m, 4096)
+
+    run(case)
+
+
+def test_wrong_length_is_refused(sending: Kind) -> None:
+    async def case() -> None:
+        async with mesh(sending, 8192) as m:
+            held = m.tickets.grant(4096)
+            for nbytes in (4000, 8192):
+                watched = start(m, Ticket(held.token, 0, nbytes, 1, ()))
+                assert isinstance(await watched.done(), TransportError)
+                await watched.settled()
+                assert watched.dest[:nbytes] == bytes([POISON]) * nbytes
+            await check_works(m, 4096)
+
+    run(case)
+
+
+def test_destination_must_fit(sending: Kind) -> None:
+    async def case() -> None:
+        async with mesh(sending, 4096) as m:
+            for dest in (bytearray(4095), bytes(4096)):
+                with pytest.raises(InvariantError):
+                    m.reader.pull(m.member, m.tickets.grant(4096), memoryview(dest), lambda _: None)
+
+    run(case)
+
+
+def test_nobody_there_is_known_soon(sending: Kind) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+
+        async def case() -> None:
+            reader = sending.reader()
+            nobody = member(sending.name, address)
+            began_s = time.monotonic()
+            watched = Watched(reader, nobody, Ticket(TOKEN, 0, 4096, 1, ()))
+            assert isinstance(await watched.done(within_s=2), TransportError)
+            await watched.settled(within_s=2)
+            assert time.monotonic() - began_s < 2
+            await reader.close()
+
+        run(case)
+
+
+def test_address_must_be_a_literal(sending: Kind) -> None:
+    async def case() -> None:
+        reader = sending.reader()
+        for address in ("", "nowhere", "localhost:80", "127.0.0.1:", "127.0.0.1:65536", "::1:80"):
+            peer = member(sending.name, address)
+            assert not reader.reaches(peer)
+            watched = Watched(reader, peer, Ticket(TOKEN, 0, 16, 1, ()))
+            assert isinstance(await watched.done(), TransportError)
+            await watched.settled()
+        assert not reader.reaches(Member("other", 1, "", transports={}))
+        assert reader.reaches(member(sending.name, "127.0.0.1:80"))
+        await reader.close()
+
+    run(case)
+
+
+# Giving up, and ends.
+
+
+def test_abandon_in_mid_transfer_leaves_the_destination_alone(kind: Kind) -> None:
+    async def case() -> None:
+        async with mesh(kind, LARGE, fill=False) as m:
+            watched = start(m, m.tickets.grant(LARGE))
+            await watched.until_moving(LARGE)
+            watched.pull.abandon()
+            assert isinstance(await watched.done(), TransportError)
+            await watched.settled()
+            told = len(watched.told)
+            # A late write would bring the source's zeros.
+            window = np.frombuffer(watched.dest, np.uint8)[: watched.told[-1] + 64 * MIB]
+            window[:] = POISON
+            for _ in range(5):  # there is no event for "nothing happens"
+                await asyncio.sleep(0.1)
+                assert (window == POISON).all()
+            assert len(watched.told) == told
+            await m.tickets.until_balanced(begins_min=1)
+            await check_works(m)
+
+    run(case)
+
+
+def test_abandon_at_any_moment(kind: Kind) -> None:
+    """Queued, connecting, asking, receiving, ended: every pull ends and settles, and twice is once."""
+
+    async def case() -> None:
+        async with mesh(kind, 4 * MIB) as m:
+            ticket = m.tickets.grant(4 * MIB)
+            for round_ in range(12):
+                watches = [start(m, ticket) for _ in range(20)]
+                for _ in range(round_ * 3):
+                    await asyncio.sleep(0)
+                for watched in watches:
+                    watched.pull.abandon()
+                    watched.pull.abandon()
+                for watched in watches:
+                    assert isinstance(await watched.done(), TransportError | None)
+                    await watched.settled()
+            await m.tickets.until_balanced()
+            await check_works(m)
+
+    run(case)
+
+
+def test_cancelled_futures_do_no_harm(kind: Kind) -> None:
+    async def case() -> None:
+        async with mesh(kind, 4 * MIB) as m:
+            watched = start(m, m.tickets.grant(4 * MIB))
+            watched.pull.done.cancel()
+            await watched.settled()
+            await check_works(m)
+
+    run(case)
+
+
+def test_reader_closes_in_mid_transfer(kind: Kind) -> None:
+    async def case() -> None:
+        async with mesh(kind, LARGE, fill=False) as m:
+            watched = start(m, m.tickets.grant(LARGE))
+            await watched.until_moving(LARGE)
+            await m.reader.close()
+            assert watched.pull.settled.done()
+            assert isinstance(await watched.done(), TransportError)
+            await m.tickets.until_balanced(begins_min=1 if kind.holder_sends else 0)
+            late = start(m, m.tickets.grant(16))
+            assert isinstance(await late.done(), TransportError)
+            await late.settled()
+
+    run(case)
+
+
+def test_holder_closes_in_mid_transfer(sending: Kind) -> None:
+    async def case() -> None:
+        async with mesh(sending, LARGE, fill=False) as m:
+            watched = start(m, m.tickets.grant(LARGE))
+            await watched.until_moving(LARGE)
+            await m.holder.close()
+            assert m.tickets.begins == m.tickets.ends == 1
+            assert isinstance(await watched.done(), TransportError)
+            await watched.settled()
+
+    run(case)
+
+
+@pytest.mark.parametrize("same_incarnation", [True, False])
+def test_holder_restarts_on_the_same_port(sending: Kind, same_incarnation: bool) -> None:
+    async def case() -> None:
+        async with mesh(sending, 100_000) as m:
+            await check_works(m)
+            port = int(m.member.transports[sending.name].rpartition(":")[2])
+            await m.holder.close()
+            m.holder, restarted = await sending.serve(m.memory, m.tickets, port)
+            if not same_incarnation:
+                m.member = restarted
+            await check_works(m)
+
+    run(case)
+
+
+# Death.
+
+
+def test_holder_is_killed_in_mid_transfer(kind: Kind) -> None:
+    async def case() -> None:
+        with child("holder", kind.name, LARGE, 0) as holder:
+            peer = Member.from_wire(holder.answer())
+            reader = kind.reader()
+            watched = Watched(reader, peer, Ticket(TOKEN, 0, LARGE, 1, ()))
+            await watched.until_moving(LARGE)
+            holder.signal(signal.SIGKILL)
+            if kind.holder_sends:
+                assert isinstance(await watched.done(), TransportError)
+            await watched.settled()
+            await reader.close()
+
+    run(case)
+
+
+def test_holder_is_frozen_and_thaws(kind: Kind) -> None:
+    async def case() -> None:
+        with child("holder", kind.name, LARGE, 0) as holder:
+            peer = Member.from_wire(holder.answer())
+            reader = kind.reader()
+            ticket = Ticket(TOKEN, 0, LARGE, 1, ())
+            watched = Watched(reader, peer, ticket)
+            await watched.until_moving(LARGE)
+            holder.signal(signal.SIGSTOP)
+            late = Watched(reader, peer, ticket)  # its first contact is with a frozen holder
+            if kind.holder_sends:
+                await asyncio.wait({watched.pull.done, late.pull.done}, timeout=0.5)
+                assert not watched.pull.done.done()
+            for frozen in (watched, late):
+                frozen.pull.abandon()
+                await frozen.settled(within_s=5)
+                assert frozen.pull.done.done()
+            holder.signal(signal.SIGCONT)
+            again = Watched(reader, peer, ticket)
+            await again.until_moving(LARGE)
+            began_s = time.monotonic()
+            await reader.close()
+            assert time.monotonic() - began_s < 5
+            await again.settled()
+
+    run(case)
+
+
+def test_reader_is_killed_in_mid_transfer(sending: Kind) -> None:
+    async def case() -> None:
+        async with mesh(sending, LARGE, fill=False) as m:
+            ticket = m.tickets.grant(LARGE)
+            peer = json.dumps(m.member.to_wire())
+            with child("reader", sending.name, peer, ticket.token.hex(), LARGE) as reader:
+                await asyncio.to_thread(reader.answer)
+                reader.signal(signal.SIGKILL)
+                await m.tickets.until_balanced(begins_min=1)
+            await check_works(m)
+
+    run(case)
+
+
+# Strangers.
+
+
+def test_strangers_garbage_harms_nobody(sending: Kind) -> None:
+    async def case() -> None:
+        async with mesh(sending, 100_000) as m:
+            host, _, port = m.member.transports[sending.name].rpartition(":")
+            messages = [b"", b"\0", b"GET / HTTP/1.1\r\n\r\n", b"P2PK", b"P2PK\xff", b"P2PK\1" * 999]
+            messages.append(bytes(4096))
+            strangers = [socket.create_connection((host, int(port))) for _ in messages]
+            for stranger, message in zip(strangers, messages, strict=True):
+                with contextlib.suppress(ConnectionError):
+                    stranger.sendall(message)
+            await check_works(m)
+            for stranger in strangers:
+                stranger.close()
+            await check_works(m)
+
+    run(case)
+
+
+def test_port_taken_is_the_users_fault(sending: Kind) -> None:
+    async def case() -> None:
+        async with mesh(sending, 16) as m:
+            host, _, port = m.member.transports[sending.name].rpartition(":")
+            with pytest.raises(ConfigError, match=f"{host}.*{port}"):
+                await sending.serve(m.memory, m.tickets, int(port))
+
+    run(case)
+
+
+def test_tcp_drops_the_longest_idle_when_full() -> None:
+    async def case() -> None:
+        async with mesh(KINDS["tcp"], 100_000) as m:
+            await m.holder.close()
+            m.holder = TcpTransport("127.0.0.1", connections_max=4)
+            address = await m.holder.start(m.tickets)
+            m.member = member("tcp", address)
+            host, _, port = address.rpartition(":")
+            strangers = [socket.create_connection((host, int(port))) for _ in range(20)]
+            await check_works(m)
+            strangers[0].settimeout(5)
+            assert strangers[0].recv(1) == b""
+            for stranger in strangers:
+                stranger.close()
+
+    run(case)
+
+
+def test_tcp_reader_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tcp_holder, "STALLED_S", 1.0)
+
+    async def case() -> None:
+        async with mesh(KINDS["tcp"], LARGE, fill=False) as m:
+            ticket = m.tickets.grant(LARGE)
+            host, _, port = m.member.transports["tcp"].rpartition(":")
+            with socket.create_connection((host, int(port))) as lazy:
+                lazy.sendall(_tcp_holder.REQUEST.pack(b"P2PK", 1, ticket.token, LARGE))
+                await m.tickets.until_balanced(begins_min=1)
+
+    run(case)
+
+
+def test_tcp_over_ipv6() -> None:
+    async def case() -> None:
+        memory = bytearray(b"kv" * 5000)
+        async with mesh(KINDS["tcp"], 10_000) as m:
+            await m.holder.close()
+            m.holder = TcpTransport("::1")
+            try:
+                address = await m.holder.start(m.tickets)
+            except ConfigError as exc:
+                pytest.skip(f"no IPv6 here: {exc}")
+            assert address.startswith("[::1]:")
+            m.member = member("tcp", address)
+            await check_works(m, len(memory))
+
+    run(case)
+
+
+def test_tcp_refuses_a_wildcard() -> None:
+    with pytest.raises(ConfigError, match="wildcard"):
+        run(TcpTransport("0.0.0.0").start, None)
+
+
+@pytest.fixture
+def ucx() -> Kind:
+    reason = KINDS["ucx"].unavailable()
+    if reason:
+        pytest.skip(reason)
+    return KINDS["ucx"]
+
+
+@pytest.mark.ucx
+def test_ucx_thread_that_fails_ends_its_pulls(ucx: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case() -> None:
+        async with mesh(ucx, LARGE, fill=False) as m:
+            watched = start(m, m.tickets.grant(LARGE))
+            await watched.until_moving(LARGE)
+
+            def fail(self: object, now_s: float) -> bool:
+                raise RuntimeError("on purpose")
+
+            monkeypatch.setattr(IdleLinks, "step", fail)  # of the reader's engine, the holder has none
+            assert isinstance(await watched.done(), TransportError)
+            await watched.settled()
+            monkeypatch.undo()
+            late = start(m, m.tickets.grant(16))
+            assert isinstance(await late.done(), TransportError)
+            await late.settled()
+            with pytest.raises(ConfigError):
+                await m.reader.start(m.tickets)
+
+    run(case)
+
+
+@pytest.mark.ucx
+def test_ucx_describes_itself(ucx: Kind) -> None:
+    async def case() -> None:
+        async with mesh(ucx, 16) as m:
+            described = m.holder.description()
+            assert described["available"] and "libucp" in described["library"]
+            assert "tcp/lo" in described["resources"] and described["devices"] == "lo"
+
+    run(case)
+
+
+def test_ucx_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ucxx", None)
+    monkeypatch.setitem(sys.modules, "ucxx._lib", None)
+    reason = ucx_available()
+    assert reason is not None and "p2pcache[ucx-cu12]" in reason
+
+    async def case() -> None:
+        transport = UcxTransport("127.0.0.1")
+        peer = member("ucx", "127.0.0.1:80")
+        watched = Watched(transport, peer, Ticket(TOKEN, 0, 16, 1, ()))
+        assert isinstance(await watched.done(), TransportError)
+        await watched.settled()
+        with pytest.raises(ConfigError, match="ucx-cu12"):
+            await UcxTransport("127.0.0.1").start(None)
+        assert transport.description() == {"available": False, "reason": reason}
+        await transport.close()
+
+    run(case)

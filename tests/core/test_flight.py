@@ -1,0 +1,122 @@
+"""Flights: one a key, within limits, first come first served, and everybody told exactly once."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from p2pcache.core.flight import Flights, Ticket
+from p2pcache.types import ExactKey, InvariantError
+
+KEYS = [ExactKey(bytes([i]) * 16) for i in range(8)]
+
+
+class FlightsMachine(RuleBasedStateMachine):
+    @initialize(flights_max=st.integers(1, 4), bytes_max=st.integers(0, 20))
+    def open(self, flights_max: int, bytes_max: int) -> None:
+        self.flights_max, self.bytes_max = flights_max, bytes_max
+        self.flights = Flights(flights_max=flights_max, bytes_max=bytes_max)
+        self.flying: dict[ExactKey, int] = {}
+        self.line: dict[ExactKey, tuple[int, int]] = {}  # key -> (bytes, pilot), in order of asking
+        self.passengers: dict[ExactKey, list[int]] = {}
+        self.people = itertools.count()
+        self.told: list[int] = []
+        self.joined = 0
+
+    def fits(self, nbytes: int) -> bool:
+        within = sum(self.flying.values()) + nbytes <= self.bytes_max
+        return len(self.flying) < self.flights_max and (within or not self.flying)
+
+    @rule(key=st.sampled_from(KEYS), nbytes=st.integers(0, 30))
+    def ask(self, key: ExactKey, nbytes: int) -> None:
+        who = next(self.people)
+        ticket = self.flights.ask(key, nbytes, f"peer-{nbytes % 2}", who)
+        if key in self.passengers:
+            assert ticket is Ticket.JOIN
+            self.passengers[key].append(who)
+            self.joined += 1
+            return
+        self.passengers[key] = []
+        if not self.line and self.fits(nbytes):
+            assert ticket is Ticket.FLY
+            self.flying[key] = nbytes
+        else:
+            assert ticket is Ticket.QUEUE
+            self.line[key] = (nbytes, who)
+
+    def end(self, key: ExactKey) -> None:
+        self.flying.pop(key, None)
+        self.line.pop(key, None)
+        passengers, started = self.flights.landed(key)
+        assert passengers == self.passengers.pop(key)
+        expected = []
+        while self.line:
+            first = next(iter(self.line))
+            nbytes, pilot = self.line[first]
+            if not self.fits(nbytes):
+                break
+            del self.line[first]
+            self.flying[first] = nbytes
+            expected.append(pilot)
+        assert started == expected, "the line moves in order, and as far as the limits let it"
+        self.told += passengers + started
+
+    @precondition(lambda self: self.flying)
+    @rule(data=st.data())
+    def land(self, data) -> None:
+        self.end(data.draw(st.sampled_from(sorted(self.flying))))
+
+    @precondition(lambda self: self.line)
+    @rule(data=st.data())
+    def give_up_waiting(self, data) -> None:
+        self.end(data.draw(st.sampled_from(sorted(self.line))))
+
+    @rule(key=st.sampled_from(KEYS))
+    def landing_what_does_not_fly_is_our_fault(self, key: ExactKey) -> None:
+        if key not in self.passengers:
+            with pytest.raises(InvariantError):
+                self.flights.landed(key)
+
+    @invariant()
+    def limits_hold_and_nobody_is_forgotten(self) -> None:
+        assert self.flights.bytes_in_flight == sum(self.flying.values())
+        assert len(self.flying) <= self.flights_max
+        assert self.flights.bytes_in_flight <= self.bytes_max or len(self.flying) == 1
+        assert len(self.flights) == len(self.flying) + len(self.line)
+        assert self.flying or not self.line, "a line in front of an empty sky would wait for ever"
+        assert len(self.told) == len(set(self.told))
+        by_peer = self.flights.bytes_by_peer()
+        assert sum(by_peer.values()) == sum(self.flying.values()) + sum(n for n, _ in self.line.values())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "flights"):
+            return
+        while self.flying:
+            self.end(next(iter(self.flying)))
+        assert len(self.flights) == 0 and not self.line
+
+
+FlightsMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestFlights = FlightsMachine.TestCase
+
+
+def test_a_body_over_the_limit_flies_alone_rather_than_never():
+    flights = Flights(flights_max=4, bytes_max=10)
+    assert flights.ask(KEYS[0], 5, "p", "small") is Ticket.FLY
+    assert flights.ask(KEYS[1], 99, "p", "huge") is Ticket.QUEUE
+    assert flights.ask(KEYS[2], 1, "p", "tiny") is Ticket.QUEUE, "it must not overtake the huge one"
+    assert flights.landed(KEYS[0]) == ([], ["huge"])
+    assert flights.landed(KEYS[1]) == ([], ["tiny"])
+
+
+def test_those_behind_one_that_leaves_the_line_move_up():
+    flights = Flights(flights_max=4, bytes_max=10)
+    flights.ask(KEYS[0], 5, "p", "first")
+    flights.ask(KEYS[1], 99, "p", "huge")
+    flights.ask(KEYS[1], 99, "q", "huge's passenger")
+    flights.ask(KEYS[2], 1, "p", "tiny")
+    assert flights.landed(KEYS[1]) == (["huge's passenger"], ["tiny"])

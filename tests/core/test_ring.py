@@ -1,0 +1,100 @@
+"""Rendezvous ownership: the same in every process, balanced, and stable when members come and go."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pcache.core.ring import SLOTS, Ring, slot_of
+from p2pcache.types import ContentKey
+
+member_names = st.sets(st.text(st.characters(codec="utf-8"), max_size=5), min_size=1, max_size=9)
+# A key of every fifth slot: 5 and 16,384 share no factor, so no bit of the slot is left out.
+KEYS = [ContentKey((slot << 2).to_bytes(2, "big") + bytes(14)) for slot in range(0, SLOTS, 5)]
+
+
+def names(count: int) -> list[str]:
+    return [f"node-{i}" for i in range(count)]
+
+
+def test_slots_are_the_first_fourteen_bits():
+    assert [slot_of(key) for key in KEYS] == list(range(0, SLOTS, 5))
+    assert slot_of(ContentKey(b"\xff" * 16)) == SLOTS - 1
+    assert slot_of(ContentKey(b"\0\3" + b"\xff" * 14)) == 0
+
+
+@settings(max_examples=15, deadline=None)
+@given(member_names, st.integers(1, 4), st.randoms(use_true_random=False))
+def test_owners_are_k_distinct_members_whatever_order_they_are_named_in(members: set[str], k: int, random):
+    shuffled = sorted(members)
+    random.shuffle(shuffled)
+    one, other = Ring(sorted(members), replicas=k), Ring(shuffled, replicas=k)
+    for key in KEYS[::7]:
+        owners = one.owners(key)
+        assert owners == other.owners(key)
+        assert len(owners) == len(set(owners)) == min(k, len(members))
+        assert set(owners) <= members
+
+
+@settings(max_examples=8, deadline=None)
+@given(member_names, st.integers(1, 3))
+def test_a_join_or_leave_moves_only_the_slots_that_are_won_or_lost(members: set[str], k: int):
+    comer = "one more than five letters"
+    without, with_it = Ring(list(members), replicas=k), Ring([*members, comer], replicas=k)
+    for key in KEYS:
+        before, after = without.owners(key), with_it.owners(key)
+        stayed = tuple(name for name in after if name != comer)
+        assert stayed == before[: len(stayed)]
+        assert comer in after or before == after
+
+
+def test_a_join_wins_a_fair_share():
+    after = Ring(names(17))
+    won = sum("node-16" in after.owners(key) for key in KEYS) / len(KEYS)
+    assert 0.9 < won / (2 / 17) < 1.1
+
+
+def test_peak_load_stays_within_a_tenth_of_the_average_at_64_nodes():
+    share = Ring(names(64)).share()
+    peak = max(share.values())
+    print(f"\npeak / average first ownership at 64 nodes: {peak:.3f}")
+    assert sum(share.values()) == pytest.approx(64)
+    assert peak <= 1.1
+
+
+def test_weights_are_honoured():
+    weights = {"small": 1.0, "middle": 2.0, "large": 5.0}
+    share = Ring(list(weights), list(weights.values())).share()
+    for name, weight in weights.items():
+        assert share[name] == pytest.approx(weight * 3 / 8, rel=0.06)
+    backwards = Ring(list(weights)[::-1], list(weights.values())[::-1])
+    assert backwards.share() == share
+
+
+def test_the_same_owners_in_another_process():
+    script = (
+        "from p2pcache.core.ring import Ring; from p2pcache.types import ContentKey\n"
+        "r = Ring(list({f'node-{i}' for i in range(9)}))\n"
+        "print([r.owners(ContentKey(bytes([i]) * 16)) for i in range(256)])\n"
+    )
+    root = str(Path(sys.modules["p2pcache"].__file__).parents[1])
+    env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": root}
+    run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    ring = Ring(names(9))
+    assert run.stdout.strip() == str([ring.owners(ContentKey(bytes([i]) * 16)) for i in range(256)])
+
+
+def test_an_empty_view_owns_nothing():
+    assert Ring([]).owners(KEYS[0]) == ()
+    assert Ring([]).share() == {}
+
+
+def test_two_members_of_one_name_are_refused():
+    with pytest.raises(ValueError):
+        Ring(["a", "a"])

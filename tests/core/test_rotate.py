@@ -1,0 +1,140 @@
+"""Re-rotation of keys against the definition of RoPE, and against models' own rotations."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pcache.blend.rotate import RopeSpec, rotate_keys
+from p2pcache.types import ConfigError, LayoutError
+
+INV_FREQ = tuple(10000.0 ** (-j / 8) for j in range(8))
+
+
+def keys(seed: int = 0, head_dim: int = 16, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(5, 2, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def by_complex_numbers(k: torch.Tensor, delta: int, interleaved: bool) -> torch.Tensor:
+    """The definition: every pair is a complex number, turned by its angle. All in fp64."""
+    half = len(INV_FREQ)
+    index = torch.arange(2 * half).view(half, 2) if interleaved else torch.arange(2 * half).view(2, half).T
+    pairs = torch.view_as_complex(k.double()[..., index].contiguous())
+    angle = delta * torch.tensor(INV_FREQ, dtype=torch.float64)
+    turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle))
+    out = k.double().clone()
+    out[..., index] = turned
+    return out
+
+
+@settings(deadline=None)  # shared cores: wall time says nothing
+@given(delta=st.integers(-100_000, 100_000), interleaved=st.booleans(), partial=st.booleans())
+def test_turns_by_the_definition(delta: int, interleaved: bool, partial: bool) -> None:
+    k = keys(head_dim=24 if partial else 16)
+    got = rotate_keys(k, delta, INV_FREQ, interleaved=interleaved)
+    torch.testing.assert_close(got.double(), by_complex_numbers(k, delta, interleaved), atol=2e-6, rtol=0)
+    assert torch.equal(got[..., 16:], k[..., 16:])
+
+
+@settings(deadline=None)  # shared cores: wall time says nothing
+@given(there=st.integers(-50_000, 50_000), on=st.integers(-50_000, 50_000))
+def test_moves_compose(there: int, on: int) -> None:
+    k = keys()
+    twice = rotate_keys(rotate_keys(k, there, INV_FREQ), on, INV_FREQ)
+    torch.testing.assert_close(twice, rotate_keys(k, there + on, INV_FREQ), atol=5e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_move_by_zero_gives_equal_bytes_and_no_alias(dtype: torch.dtype) -> None:
+    k = keys(dtype=dtype)
+    got = rotate_keys(k, 0, INV_FREQ)
+    assert torch.equal(got, k) and got.data_ptr() != k.data_ptr()
+
+
+def test_writes_in_place_into_strided_buffers_and_other_dtypes() -> None:
+    k = keys(dtype=torch.bfloat16)
+    want = rotate_keys(k.float(), 77, INV_FREQ)
+    buffer = torch.zeros(2, 9, 16)  # an engine's [kv_heads, capacity, head_dim]
+    rotate_keys(k, 77, INV_FREQ, out=buffer[:, 2:7].transpose(0, 1))
+    assert torch.equal(buffer[:, 2:7].transpose(0, 1), want)
+    assert not buffer[:, :2].any() and not buffer[:, 7:].any()
+    own = k.float()
+    assert torch.equal(rotate_keys(own, 77, INV_FREQ, out=own), want)
+
+
+def test_refuses_shapes_that_do_not_fit() -> None:
+    with pytest.raises(LayoutError):
+        rotate_keys(keys(head_dim=8), 1, INV_FREQ)
+    with pytest.raises(LayoutError):
+        rotate_keys(keys(), 1, INV_FREQ, out=torch.empty(4, 2, 16))
+
+
+def test_every_field_is_in_the_fingerprint() -> None:
+    spec = RopeSpec(INV_FREQ)
+    others = [
+        dataclasses.replace(spec, interleaved=True),
+        dataclasses.replace(spec, attention_scaling=1.1),
+        dataclasses.replace(spec, inv_freq=INV_FREQ[:-1]),
+        dataclasses.replace(spec, inv_freq=(*INV_FREQ[:-1], INV_FREQ[-1] * (1 + 1e-15))),
+    ]
+    assert len({s.fingerprint() for s in [spec, *others]}) == 5
+    assert len(spec.fingerprint()) == 32 and spec.fingerprint() == RopeSpec(INV_FREQ).fingerprint()
+
+
+def tiny(name: str, **fields):
+    """A small model with random weights, of the named transformers architecture."""
+    import transformers
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{name}Config")(**(shape | heads | fields))
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("model", "interleaved", "rotary_dim"),
+    [
+        (("Llama", {}), False, 8),
+        (("Qwen3", {"head_dim": 16}), False, 16),
+        (("Glm", {"head_dim": 16}), True, 8),  # partial rotary, interleaved
+        (("StableLm", {}), False, 2),  # partial rotary, half-split
+        (("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}), False, 8),
+        (("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}), False, 8),
+    ],
+)
+def test_reads_a_models_rotation(model, interleaved: bool, rotary_dim: int) -> None:
+    name, fields = model
+    spec = RopeSpec.from_model(tiny(name, **fields))
+    assert (spec.interleaved, spec.rotary_dim) == (interleaved, rotary_dim)
+    yarn = fields.get("rope_parameters", {}).get("rope_type") == "yarn"
+    assert (spec.attention_scaling > 1) == yarn
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}), "length"),
+        (("SmolLM3", {"no_rope_layers": [1, 0], "pad_token_id": 0}), "every layer"),  # a layer without rotation
+        (("Gemma3", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}), "layer type"),
+        (("OPT", {"max_position_embeddings": 2048, "ffn_dim": 48, "word_embed_proj_dim": 32}), "no rotary"),
+    ],
+)
+def test_refuses_models_whose_keys_cannot_be_moved(model, reason: str) -> None:
+    name, fields = model
+    if name == "Gemma3":
+        import transformers
+
+        config = transformers.Gemma3TextConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, **fields,
+        )  # fmt: skip
+        built = transformers.Gemma3ForCausalLM(config).eval()
+    else:
+        built = tiny(name, **fields)
+    with pytest.raises(ConfigError, match=reason):
+        RopeSpec.from_model(built)

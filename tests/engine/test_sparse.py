@@ -1,0 +1,240 @@
+"""Sparse prefill on small models with random weights: what is reused exactly must change nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from p2pcache.blend.quality import kl_divergence, top1_agreement
+from p2pcache.blend.rotate import RopeSpec
+from p2pcache.blend.select import Piece
+from p2pcache.blend.sparse import decode, extract_kv, full_prefill, sparse_prefill
+from p2pcache.types import ConfigError, LayoutError
+
+TOKENS = np.random.default_rng(7).integers(1, 128, 96)
+SHAPE = {
+    "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0,
+}  # fmt: skip
+MODELS = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),  # QK-norm, and a head_dim of its own
+    "qwen2-mixed": (
+        "Qwen2",  # full and sliding layers in one model
+        {"use_sliding_window": True, "sliding_window": 24,
+         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+    ),
+    "mistral-sliding": ("Mistral", {"sliding_window": 24}),
+    "llama-eager": ("Llama", {"attn_implementation": "eager"}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Matrices this small lose more to waking threads than they gain."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request):
+    name, settings = MODELS[request.param]
+    torch.manual_seed(3)
+    config = getattr(transformers, f"{name}Config")(**(SHAPE | settings))
+    return getattr(transformers, f"{name}ForCausalLM")(config).eval()
+
+
+@pytest.fixture(scope="module")
+def llama():
+    torch.manual_seed(3)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
+
+
+class Bodies:
+    """A layer source over bodies in memory, that notes the order it was asked in."""
+
+    def __init__(self, *items: tuple[Piece, torch.Tensor]) -> None:
+        self.items = items
+        self.asked: list[int] = []
+
+    @property
+    def pieces(self) -> list[Piece]:
+        return [piece for piece, _ in self.items]
+
+    def layer(self, index: int):
+        self.asked.append(index)
+        return [(piece, body[index]) for piece, body in self.items]
+
+
+def stored(cache, *spans: tuple[int, int]) -> Bodies:
+    """Exact bodies of the prompt's own KV."""
+    return Bodies(*((Piece(a, b, a, exact=True), extract_kv(cache, a, b)) for a, b in spans))
+
+
+def close(got: torch.Tensor, want: torch.Tensor, atol: float = 1e-4) -> None:
+    torch.testing.assert_close(got, want, atol=atol, rtol=0)
+
+
+def test_without_pieces_it_is_a_full_prefill(model) -> None:
+    logits, cache = full_prefill(model, TOKENS)
+    sparse = sparse_prefill(model, TOKENS, [], None, None)
+    close(sparse.logits_last, logits)
+    close(extract_kv(sparse.cache, 0, 96), extract_kv(cache, 0, 96))
+    assert sparse.recomputed.tolist() == list(range(96)) and sparse.exact_tokens == 96
+
+
+@pytest.mark.parametrize("spans", [[(0, 95)], [(0, 96)], [(0, 32), (32, 60)], [(0, 16), (40, 64), (70, 80)], [(3, 4)]])
+def test_exact_pieces_change_nothing(model, spans) -> None:
+    logits, cache = full_prefill(model, TOKENS)
+    source = stored(cache, *spans)
+    sparse = sparse_prefill(model, TOKENS, source.pieces, source, None)
+    close(sparse.logits_last, logits)
+    close(extract_kv(sparse.cache, 0, 96), extract_kv(cache, 0, 96))
+    assert source.asked == [0, 1, 2]
+    assert sparse.recomputed[-1] == 95 and len(sparse.recomputed) == max(96 - sum(b - a for a, b in spans), 1)
+
+
+def test_an_answer_goes_on_as_after_a_full_prefill(model) -> None:
+    logits, cache = full_prefill(model, TOKENS)
+    source = stored(cache, (0, 50), (60, 90))
+    # A capacity of exactly the prompt: the first token of the answer already makes the cache grow.
+    sparse = sparse_prefill(model, TOKENS, source.pieces, source, None, capacity=96)
+    mine, other = sparse.logits_last, logits
+    for _ in range(40):
+        assert mine.argmax() == other.argmax()
+        mine, other = (decode(model, c, [int(other.argmax())])[-1] for c in (sparse.cache, cache))
+        close(mine, other)
+
+
+def test_several_tokens_at_once_are_as_one_at_a_time(model) -> None:
+    answer = TOKENS[:30]
+    _, cache = full_prefill(model, TOKENS)
+    source = stored(cache, (0, 90))
+    at_once, single = (sparse_prefill(model, TOKENS, source.pieces, source, None).cache for _ in range(2))
+    want = torch.cat([decode(model, single, [token]) for token in answer])
+    close(decode(model, at_once, answer), want)
+    close(decode(model, cache, answer), want)
+
+
+def test_generate_of_the_model_itself_takes_the_cache(llama) -> None:
+    logits, cache = full_prefill(llama, TOKENS)
+    source = stored(cache, (0, 90))
+    answers = []
+    for past in (cache, sparse_prefill(llama, TOKENS, source.pieces, source, None).cache):
+        ids = torch.tensor([[*TOKENS.tolist(), int(logits.argmax())]])
+        answers.append(llama.generate(ids, cache=past, max_new_tokens=12, do_sample=False).tolist())
+    assert answers[0] == answers[1]
+
+
+def test_a_cropped_cache_goes_on_from_there(llama) -> None:
+    sparse = sparse_prefill(llama, TOKENS, [], None, None)
+    first = decode(llama, sparse.cache, [5, 6, 7])
+    sparse.cache.crop(-3)
+    close(decode(llama, sparse.cache, [5, 6, 7]), first)
+
+
+def test_a_body_moves_by_turning_its_keys_and_leaving_its_values(model) -> None:
+    """The same tokens at p and p': V equal, K equal once turned, in every layer."""
+    from p2pcache.blend.forward import run_model
+
+    rope = RopeSpec.from_model(model)
+    ids = torch.from_numpy(TOKENS[:20])
+    bodies = []
+    for base in (4, 700):
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            run_model(model, ids, torch.arange(base, base + 20), cache)
+        bodies.append(extract_kv(cache, 0, 20))
+    near, far = bodies
+    for layer in range(3):
+        close(rope.rotate(near[layer, 0], 696), far[layer, 0], atol=1e-5 * float(far[layer, 0].abs().max()) + 1e-5)
+        close(near[layer, 1], far[layer, 1], atol=1e-5)
+
+
+def moved_prompt(model):
+    """A body of tokens 20..60 computed at 20, for a prompt in which they stand at 33."""
+    _, cache = full_prefill(model, TOKENS)
+    prompt = np.concatenate([TOKENS[60:93], TOKENS[20:60], TOKENS[5:15]])
+    return prompt, Bodies((Piece(33, 73, 20, exact=False), extract_kv(cache, 20, 60)))
+
+
+def test_a_moved_piece_fills_its_place_turned_and_only_its_head_is_recomputed(model) -> None:
+    prompt, source = moved_prompt(model)
+    rope = RopeSpec.from_model(model)
+    sparse = sparse_prefill(model, prompt, source.pieces, source, rope, head_tokens=4)
+    assert sparse.recomputed.tolist() == [*range(37), *range(73, 83)] and sparse.exact_tokens == 33
+    body = source.items[0][1]
+    got = extract_kv(sparse.cache, 37, 73)
+    for layer in range(3):
+        assert torch.equal(got[layer, 0], rope.rotate(body[layer, 0, 4:], 13))
+        assert torch.equal(got[layer, 1], body[layer, 1, 4:])
+    _, full = full_prefill(model, prompt)
+    close(extract_kv(sparse.cache, 0, 37), extract_kv(full, 0, 37))  # all that stands before it, and its head
+
+
+def test_later_kv_never_reaches_earlier_tokens(model) -> None:
+    prompt, source = moved_prompt(model)
+    rope = RopeSpec.from_model(model)
+    piece, body = source.items[0]
+    changed = body.clone()
+    changed[:, :, 10:] += 1  # positions 43 and later
+    before, after = (
+        sparse_prefill(model, prompt, [piece], Bodies((piece, b)), rope, head_tokens=8) for b in (body, changed)
+    )
+    assert torch.equal(extract_kv(before.cache, 0, 43), extract_kv(after.cache, 0, 43))
+    assert not torch.equal(before.logits_last, after.logits_last)
+
+
+def test_the_whole_head_recomputed_is_a_full_prefill(model) -> None:
+    prompt, source = moved_prompt(model)
+    logits, _ = full_prefill(model, prompt)
+    sparse = sparse_prefill(model, prompt, source.pieces, source, RopeSpec.from_model(model), head_tokens=40)
+    close(sparse.logits_last, logits)
+
+
+def test_bodies_of_another_dtype_are_converted(llama) -> None:
+    logits, cache = full_prefill(llama, TOKENS)
+    out = torch.empty(3, 2, 90, 2, 16, dtype=torch.float16)
+    body = extract_kv(cache, 0, 90, out=out)
+    assert body is out
+    piece = Piece(0, 90, 0, exact=True)
+    close(sparse_prefill(llama, TOKENS, [piece], Bodies((piece, body)), None).logits_last, logits, atol=1e-2)
+
+
+def test_a_failing_source_reaches_the_caller(llama) -> None:
+    class Broken:
+        def layer(self, index: int):
+            raise TimeoutError("layer did not arrive")
+
+    with pytest.raises(TimeoutError):
+        sparse_prefill(llama, TOKENS, [Piece(0, 8, 0, exact=True)], Broken(), None)
+
+
+def test_refuses_what_would_read_uninitialised_memory_or_misplace_bytes(llama) -> None:
+    _, cache = full_prefill(llama, TOKENS)
+    piece, body = Piece(0, 8, 0, exact=True), extract_kv(cache, 0, 8)
+    with pytest.raises(LayoutError, match="gave no KV"):
+        sparse_prefill(llama, TOKENS, [piece, Piece(8, 9, 8, exact=True)], Bodies((piece, body)), None)
+    with pytest.raises(LayoutError, match="not"):
+        sparse_prefill(llama, TOKENS, [piece], Bodies((piece, body[:, :, :7])), None)
+    with pytest.raises(ConfigError, match="RopeSpec"):
+        sparse_prefill(llama, TOKENS, [Piece(4, 8, 9, exact=False)], Bodies(), None)
+    with pytest.raises(ConfigError, match="capacity"):
+        sparse_prefill(llama, TOKENS, [], None, None, capacity=95)
+    with pytest.raises(LayoutError):
+        extract_kv(cache, 90, 97)
+    with pytest.raises(LayoutError):
+        sparse_prefill(llama, [], [], None, None)
+
+
+def test_kl_is_zero_for_equal_logits_shifts_included_and_positive_otherwise() -> None:
+    p = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    assert kl_divergence(p, p + 3.0).abs().max() < 1e-6
+    assert (kl_divergence(p, p.flip(-1)) > 0.1).all()
+    uniform, pair = torch.zeros(1, 4), torch.tensor([[0.0, 0.0, -1e9, -1e9]])
+    assert kl_divergence(pair, uniform).item() == pytest.approx(np.log(2))
+    assert top1_agreement(p, p) == 1.0
