@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     start.add_argument("--all-nodes", action="store_true", help="on every Ray node, labelled or not")
     start.add_argument("--alone", action="store_true", help="one node in the foreground, without Ray, until interrupted")
+    start.add_argument("--peers", metavar="HOST:PORT,...", default="", help="with --alone: control addresses of other nodes (see control_port)")
     start.add_argument("--address", default="auto", help="of the Ray cluster (default: the one on this host)")
     start.add_argument("--set", metavar="SETTING=VALUE", action="append", default=[], help="a setting of every node; may be repeated")
     start.add_argument("--wait", metavar="NODES", type=int, default=0, help="nodes to wait for (default: those alive now)")
@@ -107,7 +108,9 @@ def _start(arguments: argparse.Namespace) -> int:
     settings = {"host": pairs.pop("host")} if pairs.get("host") == "node-ip" else {}
     settings |= parse_settings(pairs)
     if arguments.alone:
-        return _run_alone(settings, arguments.json)
+        return _run_alone(settings, [p for p in arguments.peers.split(",") if p], arguments.json)
+    if arguments.peers:
+        raise ConfigError("--peers goes with --alone; on Ray the mesh finds its nodes by itself")
     from p2pcache.actor import Mesh
     from p2pcache.io.members_ray import LABEL, alive_nodes
 
@@ -124,7 +127,7 @@ def _start(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _run_alone(settings: dict[str, Any], as_json: bool) -> int:
+def _run_alone(settings: dict[str, Any], peers: list[str], as_json: bool) -> int:
     from p2pcache.config import NodeConfig
     from p2pcache.runtime import NodeRuntime
 
@@ -133,6 +136,8 @@ def _run_alone(settings: dict[str, Any], as_json: bool) -> int:
         signal.signal(number, lambda *_: ended.set())
     runtime = NodeRuntime.start(NodeConfig.of(settings))
     try:
+        if peers:
+            runtime.follow(peers)
         if as_json:
             print(json.dumps(runtime.member.to_wire() | {"socket": runtime.socket_path}), flush=True)
         else:

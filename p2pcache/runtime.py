@@ -14,7 +14,7 @@ import secrets
 import socket
 import tempfile
 import threading
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from p2pcache.config import NodeConfig
 from p2pcache.core.membership import Member, View
 from p2pcache.io.control_zmq import ZmqControl
 from p2pcache.io.engine_socket import EngineSocket, private_folder
+from p2pcache.io.members_static import follow
 from p2pcache.io.ports import Transport
 from p2pcache.io.slab import HostSlab
 from p2pcache.io.store_nvme import NvmeStore
@@ -78,6 +79,26 @@ class NodeRuntime:
     def apply_view(self, members: list[Member]) -> None:
         """Tell the node who is in the mesh."""
         self._loop.call_soon_threadsafe(self.node.apply_view, View.of(members))
+
+    def follow(self, addresses: Sequence[str]) -> None:
+        """Make a mesh with the nodes behind these `host:port` control addresses, without Ray."""
+
+        def start() -> None:
+            coroutine = follow(
+                self.node.ports.control,
+                addresses,
+                self.member,
+                lambda members: self.node.apply_view(View.of(members)),
+            )
+            following = self._loop.create_task(coroutine)
+
+            async def stop() -> None:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+
+            self._closers.append(stop)
+
+        self._loop.call_soon_threadsafe(start)
 
     def flush(self) -> None:
         """Wait until the owners have been told all that this node holds now."""
