@@ -12,7 +12,7 @@ import ipaddress
 import os
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from p2pcache.types import ConfigError
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """Every limit of a node. `docs/configuration.md` is made from the comments here."""
+    """Every limit of a node, with its meaning beside it."""
 
     name: str = ""  # of this node in the mesh; empty: made from the host's name
     runtime_dir: str = ""  # 0700 folder of the engine socket; empty: $XDG_RUNTIME_DIR or /tmp
@@ -40,9 +40,9 @@ class NodeConfig:
     demote_above: float = 0.75  # share of the host tier taken, above which cold bodies go to NVMe
 
     transports: tuple[str, ...] = TRANSPORTS  # in order of preference
-    transports_by_peer: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    transports_by_peer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # peer -> likewise
     pulls_in_flight_max: int = 8  # bodies under way to this node at once
-    pull_bytes_in_flight_max: int = 256 * MIB
+    pull_bytes_in_flight_max: int = 256 * MIB  # and their bytes; a larger body comes alone
     serve_bytes_in_flight_max: int = 512 * MIB  # leased to remote readers at once; above: busy
     transport_retry_s: float = 30.0  # a transport that failed with a peer is left alone so long
 
@@ -58,16 +58,17 @@ class NodeConfig:
     resync_s: float = 5.0  # at most this long after a View change an owner answers `unknown`
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value, hint = getattr(self, field.name), _HINTS[field.name]
+        for name, hint in _HINTS.items():
+            value = getattr(self, name)
             if hint in (int, float) and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise ConfigError(f"{field.name} must be a number, not {value!r}")
+                raise ConfigError(f"{name} must be a number, not {value!r}")
             if hint in (int, float) and not (0 <= value < float("inf")):
-                raise ConfigError(f"{field.name} must not be negative or infinite, is {value!r}")
+                raise ConfigError(f"{name} must not be negative or infinite, is {value!r}")
             if hint is int and not isinstance(value, int):
-                raise ConfigError(f"{field.name} must be a whole number, not {value!r}")
-            if hint is str and not isinstance(value, str):
-                raise ConfigError(f"{field.name} must be text, not {value!r}")
+                raise ConfigError(f"{name} must be a whole number, not {value!r}")
+            if hint in (str, bool) and not isinstance(value, hint):
+                kind = "text" if hint is str else "true or false"
+                raise ConfigError(f"{name} must be {kind}, not {value!r}")
         self._check_transports()
         self._check_host()
         if self.directory_ttl_s < 2 * self.republish_s:
@@ -116,6 +117,8 @@ class NodeConfig:
             merged["transports"] = _names(merged["transports"])
         if "transports_by_peer" in merged:
             by_peer = merged["transports_by_peer"]
+            if not isinstance(by_peer, Mapping):
+                raise ConfigError(f"transports_by_peer must map peers to transports, not {by_peer!r}")
             merged["transports_by_peer"] = {peer: _names(names) for peer, names in by_peer.items()}
         return cls(**merged)
 
@@ -130,11 +133,14 @@ _HINTS = typing.get_type_hints(NodeConfig)
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    return tuple(value.split(",")) if isinstance(value, str) else tuple(value)
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"transports must be a list of names, not {value!r}")
+    return tuple(names)
 
 
-def _nearest(name: str, known: typing.Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.0)
+def _nearest(name: Any, known: typing.Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.0)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -131,7 +131,8 @@ def test_a_node_that_joins_becomes_a_member_and_one_that_leaves_is_forgotten(mes
     node = add_node(cluster, "d")
     try:
         assert {m.name for m in mesh.wait_for(4)} == {*NODES, "d"}
-        assert on_node("d", fetch, 4, 256)["came"] == 4
+        answer = on_node("d", fetch, 4, 256)
+        assert answer["came"] == 4, answer
     finally:
         cluster.remove_node(node, allow_graceful=True)
     eventually(lambda: {m["name"] for m in mesh.status()["members"]} == set(NODES) and mesh.status()["agreed"])
