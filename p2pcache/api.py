@@ -58,13 +58,15 @@ _DTYPES |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5
 class Client:
     """A connection to this host's node. Reconnects by itself when the node has been restarted."""
 
-    def __init__(self, path: str, timeout_s: float):
+    def __init__(self, path: str, timeout_s: float, find: Callable[[], str] | None = None):
+        """find: where the node is once the connection has broken; default: on the same path."""
         self.socket_path = path
-        self._timeout_s = timeout_s
+        self.budget_s = timeout_s
+        self._find = find or (lambda: path)
         self._lock = threading.Lock()
         self._link = Link(path, timeout_s)
+        self._reconnecting = self._closed = False
         self._retry_at_s = 0.0
-        self.budget_s = timeout_s
 
     @property
     def node(self) -> str:
@@ -72,15 +74,17 @@ class Client:
         return self._link.member.name
 
     def link(self) -> Link:
-        """The live link. Raises NodeDown, at once while a failed reconnect is recent."""
+        """The live link. Raises NodeDown at once where there is none; another is then looked for."""
         with self._lock:
             if not self._link.broken:
                 return self._link
-            if time.monotonic() < self._retry_at_s:
-                raise NodeDown("this process's node is down")
-            self._retry_at_s = time.monotonic() + _RECONNECT_S
-            self._link = Link(self.socket_path, self._timeout_s)
-            return self._link
+            if self._closed:
+                raise NodeDown("this client has been closed")
+            if not self._reconnecting and time.monotonic() >= self._retry_at_s:
+                # Beside the caller: finding a node can take longer than a lookup may.
+                self._reconnecting = True
+                threading.Thread(target=self._reconnect, name="p2pcache-reconnect", daemon=True).start()
+        raise NodeDown("this process's node is down")
 
     def open(self, namespace: Namespace) -> Cache:
         """Open a namespace: the KV of one model, layout, dtype, adapter and tenant."""
@@ -88,7 +92,7 @@ class Client:
 
     def report_prefill_rate(self, tokens_per_s: float) -> None:
         """Tell the planner how fast this engine computes; a chunk slower to fetch is a miss."""
-        self._ask("report", {"prefill_tokens_per_s": float(tokens_per_s)}, self._timeout_s)
+        self._ask("report", {"prefill_tokens_per_s": float(tokens_per_s)}, self.budget_s)
 
     def namespaces(self, tenant: bytes | None = None) -> list[Namespace]:
         """The namespaces that were opened in the mesh, as this tenant's. Raises NodeDown."""
@@ -106,6 +110,8 @@ class Client:
 
     def close(self) -> None:
         """End the connection and with it every lease. Fetched tensors must not be used any more."""
+        with self._lock:
+            self._closed = True
         self._link.close()
 
     def __enter__(self) -> Client:
@@ -117,6 +123,21 @@ class Client:
     def _ask(self, op: str, body: dict[str, Any], budget_s: float) -> Any:
         return self.link().call(op, body, budget_s)
 
+    def _reconnect(self) -> None:
+        link = None
+        try:
+            path = self._find()
+            link = Link(path, self.budget_s)
+        except (NodeDown, RemoteError) as error:
+            _log.info("still without a node: %s", error)
+        with self._lock:
+            self._reconnecting = False
+            self._retry_at_s = time.monotonic() + _RECONNECT_S
+            if link is not None and not self._closed:
+                self.socket_path, self._link, link = path, link, None
+        if link is not None:
+            link.close()
+
 
 def connect(socket: str | None = None, *, timeout_s: float = 5.0) -> Client:
     """Connect to the node on this host.
@@ -124,7 +145,7 @@ def connect(socket: str | None = None, *, timeout_s: float = 5.0) -> Client:
     socket: path of its engine socket; else `P2PCACHE_SOCKET`, else the node actor of this Ray node,
     else the only socket in the runtime folder. Raises NodeDown where there is none.
     """
-    return Client(find_socket(socket), timeout_s)
+    return Client(find_socket(socket), timeout_s, lambda: find_socket(socket))
 
 
 class Cache:
@@ -136,7 +157,7 @@ class Cache:
         self.layout = namespace.layout
         self._key = namespace.key()
         self._announced: Link | None = None
-        self._announce()
+        self._announce(wait=True)
 
     # -- find ------------------------------------------------------------------------------------
 
@@ -169,7 +190,7 @@ class Cache:
             "deadline_s": budget_s,
         }
         try:
-            self._announce()
+            self._announce(wait=False)
             answers = self.client._ask("lookup", request, budget_s)["answers"] if keys else []
             found = [_chunk(k, a) for k, a in zip(keys, answers, strict=True)]
         except (NodeDown, RemoteError) as error:
@@ -292,13 +313,18 @@ class Cache:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _announce(self) -> None:
+    def _announce(self, *, wait: bool) -> None:
         """Tell the mesh of this namespace, once a link: it explains other people's misses."""
         try:
             link = self.client.link()
-            if self._announced is not link:
-                link.call("open", {"descriptor": self.namespace.describe()}, self.client.budget_s)
-                self._announced = link
+            if self._announced is link:
+                return
+            described = {"descriptor": self.namespace.describe()}
+            if wait:
+                link.call("open", described, self.client.budget_s)
+            else:
+                link.notify("open", described)
+            self._announced = link
         except (NodeDown, RemoteError) as error:
             _log.info("namespace not announced: %s", error)
 
@@ -362,6 +388,8 @@ class Cache:
             raise LayoutError(f"kv is {kv.dtype}, its namespace says {self.layout.dtype}")
         if kv.device.type == "meta":
             raise LayoutError("kv is on the meta device: it has no bytes")
+        if kv.layout is not torch.strided:
+            raise LayoutError(f"kv is of layout {kv.layout}, only strided tensors can be stored")
         for c in chunks:
             if not offset <= c.start <= c.stop <= offset + shape[2]:
                 raise LayoutError(

@@ -29,7 +29,17 @@ from p2pcache.io.link import Link
 from p2pcache.io.store_device import DeviceStore
 from p2pcache.node.wireform import body_to_wire
 from p2pcache.runtime import NodeRuntime
-from p2pcache.types import BodyInfo, ContentKey, LayoutError, NodeDown, Provenance, RemoteError, TierFull
+from p2pcache.types import (
+    BodyInfo,
+    ConfigError,
+    ContentKey,
+    LayoutError,
+    Miss,
+    NodeDown,
+    Provenance,
+    RemoteError,
+    TierFull,
+)
 from p2pcache.values import describe, map_tensors, pack_into, size_bytes, unpack
 
 # Named values have a namespace of their own, so no name can ever meet a content key.
@@ -55,13 +65,16 @@ class KVCacheManager:
         gpu_memory_gb: device memory that may hold recently used values; 0 for none. device: where
         that is (`cpu` works too, and is what tests use).
         """
-        self._device = DeviceStore(int(gpu_memory_gb * GIB), device) if gpu_memory_gb else None
-        self._folder = tempfile.TemporaryDirectory(prefix="p2pcache-") if "runtime_dir" not in settings else None
-        merged: dict[str, Any] = {"host_bytes_max": int(cpu_memory_gb * GIB), **settings}
+        merged: dict[str, Any] = {"host_bytes_max": _gib("cpu_memory_gb", cpu_memory_gb), **settings}
+        if nvme_path is not None:
+            merged |= {"nvme_path": str(nvme_path), "nvme_bytes_max": _gib("nvme_gb", nvme_gb)}
+        device_bytes = _gib("gpu_memory_gb", gpu_memory_gb)
+        self._device = DeviceStore(device_bytes, device) if device_bytes else None
+        self._folder = (
+            tempfile.TemporaryDirectory(prefix="p2pcache-") if "runtime_dir" not in settings else None
+        )
         if self._folder is not None:
             merged["runtime_dir"] = self._folder.name
-        if nvme_path is not None:
-            merged |= {"nvme_path": str(nvme_path), "nvme_bytes_max": int(nvme_gb * GIB)}
         try:
             self.runtime = NodeRuntime.start(NodeConfig.of(merged))
         except BaseException:
@@ -80,14 +93,17 @@ class KVCacheManager:
         (`past_key_values`). Raises TierFull where it is larger than the host tier, LayoutError for
         anything else than tensors.
         """
+        _check_key(key)
         tensors: list[torch.Tensor] = []
         manifest = describe(kv, tensors)
         meta = msgpack.packb(manifest)
         if len(meta) > META_BYTES_MAX:
-            raise LayoutError(f"{len(tensors)} tensors in one value are too many: stack them, or put them one by one")
+            raise LayoutError(
+                f"{len(tensors)} tensors in one value are too many: stack them, or put them one by one"
+            )
         # Each put has a key of its own, so a late copy of an old value can never pass for the new one.
-        old = self._current.pop(key, None)
         exact = named_key(self._key, key, next(self._versions))
+        old = self._current.pop(key, None)
         nbytes = max(sum(map(size_bytes, tensors)), 1)
         body = BodyInfo(ContentKey(exact), exact, 1, nbytes, Provenance.ISOLATED)
         link = self.client.link()
@@ -114,6 +130,7 @@ class KVCacheManager:
 
         device: where the tensors shall be; default: the device tier's device, or the CPU.
         """
+        _check_key(key)
         body = self._current.get(key)
         if body is None:
             return None
@@ -123,11 +140,12 @@ class KVCacheManager:
         wants = {"wants": [[body_to_wire(body), []]], "deadline_s": _BUDGET_S}
         try:
             link = self.client.link()
-            _, _, _, where, meta, _, _ = link.call("fetch", wants, _BUDGET_S)["grants"][0]
+            _, _, _, where, meta, miss, _ = link.call("fetch", wants, _BUDGET_S)["grants"][0]
         except (NodeDown, RemoteError):
             return None
         if where is None:
-            self._current.pop(key, None)
+            if miss == Miss.HOLDER_GONE:  # for good; any other reason may pass
+                self._current.pop(key, None)
             return None
         offset, nbytes, generation = where
         try:
@@ -140,6 +158,7 @@ class KVCacheManager:
 
     def forget(self, key: int | str) -> None:
         """Drop a value. Nothing happens where there is none."""
+        _check_key(key)
         old = self._current.pop(key, None)
         if old is not None:
             self._forget(self.client.link(), old)
@@ -168,6 +187,19 @@ class KVCacheManager:
     def _cleanup(self) -> None:
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _gib(name: str, gib: float) -> int:
+    """A size in GiB as bytes. Raises ConfigError."""
+    if isinstance(gib, bool) or not isinstance(gib, int | float) or not 0 <= gib < float("inf"):
+        raise ConfigError(f"{name} must be a number of GiB, not {gib!r}")
+    return int(gib * GIB)
+
+
+def _check_key(key: object) -> None:
+    """True and 1.0 equal 1 in a dict, and are no keys."""
+    if isinstance(key, bool) or not isinstance(key, int | str):
+        raise ConfigError(f"a key is an int or a str, not {type(key).__name__}")
 
 
 class EmbeddedMesh:

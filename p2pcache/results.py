@@ -165,10 +165,9 @@ class Prefetch:
 
     def close(self) -> None:
         """Wait for what is under way, then end the leases."""
-        fetched = self._pull.result()
-        for event in self._events:
-            event.wait()
-        fetched.release()
+        with self._pull.result():
+            for event in self._events:
+                event.wait()
 
     def __enter__(self) -> Prefetch:
         return self

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import os
 import random
 import secrets
@@ -33,6 +34,7 @@ from p2pcache.node import Node, Ports
 from p2pcache.node.engines import EngineDesk
 from p2pcache.types import NodeDown
 
+_log = logging.getLogger(__name__)
 T = TypeVar("T")
 CALL_TIMEOUT_S = 30.0
 
@@ -160,11 +162,14 @@ class NodeRuntime:
 
     async def _tear_down(self) -> None:
         # In reverse: first nobody comes in any more, last the memory goes.
-        for closer in reversed(self._closers):
-            result = closer()
-            if asyncio.iscoroutine(result):
-                await result
-        self._closers.clear()
+        while self._closers:
+            try:
+                result = self._closers.pop()()
+                if asyncio.iscoroutine(result):
+                    await result
+            except Exception:  # what comes after it must be let go of all the same
+                _log.exception("a part of the node did not close")
+        await self._loop.shutdown_default_executor()
 
 
 def _transports(config: NodeConfig, socket_path: str) -> list[Transport]:

@@ -49,7 +49,8 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
     """The same nesting, each tensor replaced by `change` of it."""
     if isinstance(value, torch.Tensor):
         return change(value)
-    return type(value)(map_tensors(v, change) for v in value)
+    parts = [map_tensors(v, change) for v in value]
+    return tuple(parts) if isinstance(value, tuple) else parts
 
 
 def size_bytes(tensor: torch.Tensor) -> int:
@@ -63,7 +64,7 @@ def pack_into(tensors: list[torch.Tensor], out: memoryview) -> None:
         size = size_bytes(tensor)
         if size:
             torch.frombuffer(out[at : at + size], dtype=torch.uint8).copy_(
-                tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
             )
         at += size
 

@@ -86,7 +86,7 @@ class ContentChunker:
     max_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        _positive(min_tokens=self.min_tokens)
+        _positive(min_tokens=self.min_tokens, average_tokens=self.average_tokens, max_tokens=self.max_tokens)
         if not self.min_tokens < self.average_tokens < self.max_tokens:
             raise ConfigError("content chunks need min_tokens < average_tokens < max_tokens")
 

@@ -6,7 +6,10 @@ number; a message that is not newer than the last one accepted for that (body, h
 and a withdrawal leaves a tombstone, so that a publish overtaken on the way cannot revive a body
 that is gone.
 
-    content key -> exact key -> (BodyInfo, holder -> Entry)
+    content key -> exact key -> (BodyInfo, (holder, incarnation) -> Entry)
+
+Incarnations are apart, since numbers of one say nothing about another: what an old one says late
+neither hides nor revives what the new one holds.
 """
 
 from __future__ import annotations
@@ -22,7 +25,6 @@ BODIES_PER_KEY_MAX = 8
 
 @dataclass(slots=True)
 class _Entry:
-    incarnation: int
     tier: Tier
     seq: int
     expires_s: float
@@ -32,7 +34,7 @@ class _Entry:
 @dataclass(slots=True)
 class _Body:
     info: BodyInfo | None  # None: only a withdrawal of it has been heard of so far
-    holders: dict[str, _Entry]
+    holders: dict[tuple[str, int], _Entry]  # (name, incarnation) -> what it said last
 
 
 class Directory:
@@ -78,9 +80,9 @@ class Directory:
         found = []
         for body in self._keys.get(content, {}).values():
             holders = tuple(
-                Holder(name, e.incarnation, e.tier)
-                for name, e in body.holders.items()
-                if not e.gone and e.expires_s > now_s and is_live(name, e.incarnation)
+                Holder(name, incarnation, e.tier)
+                for (name, incarnation), e in body.holders.items()
+                if not e.gone and e.expires_s > now_s and is_live(name, incarnation)
             )
             if holders and body.info is not None:
                 found.append(Found(body.info, holders))
@@ -90,8 +92,9 @@ class Directory:
         """Forget what has run out; returns how many entries went.
 
         Entries of holders that are not live stay until then: this node's View may be the one that
-        lags, and `lookup` leaves them out meanwhile. One call looks at `keys_max` content keys at most and the next goes on from there, so that a
-        large shard is swept without ever holding up an answer for long.
+        lags, and `lookup` leaves them out meanwhile. One call looks at `keys_max` content keys at most
+        and the next goes on from there, so that a large shard is swept without ever holding up an
+        answer for long.
         """
         if not self._unswept:
             self._unswept = list(self._keys)
@@ -101,10 +104,9 @@ class Directory:
             per_key = self._keys.get(content, {})
             for exact in list(per_key):
                 holders = per_key[exact].holders
-                for name in list(holders):
-                    entry = holders[name]
-                    if entry.expires_s <= now_s:
-                        del holders[name]
+                for who in list(holders):
+                    if holders[who].expires_s <= now_s:
+                        del holders[who]
                         dropped += 1
                 if not holders:
                     del per_key[exact]
@@ -123,10 +125,11 @@ class Directory:
         return body
 
     def _put(self, body: _Body, holder: Holder, seq: int, expires_s: float, *, gone: bool) -> bool:
-        entry = body.holders.get(holder.node)
-        if entry is not None and entry.incarnation == holder.incarnation and seq <= entry.seq:
+        who = holder.node, holder.incarnation
+        entry = body.holders.get(who)
+        if entry is not None and seq <= entry.seq:
             return False
-        body.holders[holder.node] = _Entry(holder.incarnation, holder.tier, seq, expires_s, gone)
+        body.holders[who] = _Entry(holder.tier, seq, expires_s, gone)
         return True
 
     @staticmethod

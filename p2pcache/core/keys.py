@@ -8,8 +8,8 @@ so no two fields can be confused, an absent field is absent and not some value t
 could take, and nothing depends on Python's `hash`. BLAKE3 `derive_key` over it is the 32-byte
 namespace key. Then, for the chunks of a prompt in order:
 
-    content digest = BLAKE3(key=namespace, "content" | tokens as u32 LE | extras)        32 bytes
-    content key    = its first 16 bytes
+    content digest = BLAKE3(key=namespace, "content" | u64 LE count of tokens | tokens as u32 LE | extras)
+    content key    = the first 16 of its 32 bytes
     exact key      = BLAKE3(key=namespace, "exact" | parent exact key | content digest)[:16]
 
 The parent of a chain's first chunk is sixteen zero bytes. Tokens are hashed once.
@@ -132,9 +132,14 @@ class Namespace:
             names = fields[2].decode(), fields[3].decode()
         except (KeyError, struct.error, UnicodeDecodeError) as error:
             raise ConfigError(f"not a namespace description: {error!r}") from None
-        return Namespace(
-            *names, layout, fields.get(9), tp_rank, tp_size, pp_rank, pp_size, adapter, tenant, tuple(extras)
+        described = Namespace(
+            *names, layout, fields.get(9), tp_rank, tp_size, pp_rank, pp_size, adapter, None, tuple(extras)
         )
+        # A namespace has one description. What was overlooked here (another order of axes, an unknown or
+        # doubled field) would otherwise pass for a namespace that it is not.
+        if described.encode() != raw:
+            raise ConfigError("a namespace description holds something that this version does not know")
+        return dataclasses.replace(described, tenant=tenant)
 
     def key(self) -> bytes:
         """The 32-byte namespace key."""
@@ -191,10 +196,11 @@ def chunk_keys(
     raw = memoryview(np.ascontiguousarray(tokens, dtype="<u4")).cast("B")
     keys: list[ChunkKeys] = []
     for i, (start, stop) in enumerate(spans):
-        hasher = blake3(b"content", key=namespace_key).update(raw[4 * start : 4 * stop])
-        if extras and extras[i]:
-            # The length closes the tokens off, so no extra can pass for further tokens.
-            hasher.update(struct.pack("<Q", stop - start) + extras[i])
+        # The count comes first and always, so that no extra can pass for further tokens.
+        hasher = blake3(b"content" + struct.pack("<Q", stop - start), key=namespace_key)
+        hasher.update(raw[4 * start : 4 * stop])
+        if extras:
+            hasher.update(extras[i])
         digest = hasher.digest()
         parent = exact_key(namespace_key, parent, digest)
         keys.append(ChunkKeys(start, stop, digest, ContentKey(digest[:KEY_BYTES]), parent))

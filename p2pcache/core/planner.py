@@ -102,12 +102,12 @@ def plan_chunk(
     bodies = rank_bodies(found, exact)
     if not bodies:
         return Choice(Match.NONE, Source.RECOMPUTE, miss=absent)
-    why = Miss.HOLDER_UNREACHABLE
+    only_moved = bodies[0].body.exact != exact
+    why = Miss.EXACT_ONLY if only_moved and not content_reuse else Miss.HOLDER_UNREACHABLE
     for candidate in bodies:
         body = candidate.body
         match = Match.EXACT if body.exact == exact else Match.CONTENT
         if match is Match.CONTENT and not content_reuse:
-            why = Miss.EXACT_ONLY
             continue
         priced = sorted(
             (_price(body, h, me, ways, busy_bytes, costs) for h in candidate.holders), key=lambda p: (p[0], p[1].node)

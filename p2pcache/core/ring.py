@@ -36,6 +36,8 @@ class Ring:
         if len(set(self.names)) != len(self.names):
             raise ValueError("member names must be distinct")
         by_name = dict(zip(names, weights or [1.0] * len(names), strict=True))
+        if not all(0 < weight < float("inf") for weight in by_name.values()):
+            raise ValueError("a member's weight must be above 0 and finite")
         count = min(replicas, len(self.names))
         slots = np.arange(SLOTS, dtype=np.uint64)
         scores = np.empty((len(self.names), SLOTS))
@@ -48,15 +50,23 @@ class Ring:
         self._owners = np.argsort(-scores, axis=0, kind="stable")[:count].T.astype(np.int32)
 
     def owners(self, key: ContentKey) -> tuple[str, ...]:
-        """The key's owners, the first asked first. Empty where the View is empty."""
-        return tuple(self.names[i] for i in self._owners[slot_of(key)]) if self.names else ()
+        """The key's owners, the first asked first. Empty where the View is empty.
+
+        Which of a slot's owners is asked first is up to the key: so each gets its share of the
+        questions of all slots that it owns, which evens out the load as twice the slots would.
+        """
+        if not self.names:
+            return ()
+        slot = self._owners[slot_of(key)]
+        first = key[2] % len(slot)
+        return tuple(self.names[i] for i in (*slot[first:], *slot[:first]))
 
     def share(self) -> dict[str, float]:
-        """Each member's share of first ownerships over an equal one: 1.0 is perfect balance."""
+        """Each member's share of the entries and questions over an equal one: 1.0 is perfect balance."""
         if not self.names:
             return {}
-        counts = np.bincount(self._owners[:, 0], minlength=len(self.names))
-        return {n: float(c) * len(self.names) / SLOTS for n, c in zip(self.names, counts, strict=True)}
+        counts = np.bincount(self._owners.ravel(), minlength=len(self.names))
+        return {n: float(c) * len(self.names) / self._owners.size for n, c in zip(self.names, counts, strict=True)}
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -264,7 +264,7 @@ def decode(raw: bytes | memoryview) -> Message:
             strict_map_key=True,
             max_str_len=1 << 16,
             max_bin_len=1 << 20,
-            max_array_len=CHUNKS_MAX,
+            max_array_len=min(CHUNKS_MAX, len(raw)),  # a value takes a byte at least
             max_map_len=4096,
             max_ext_len=0,
         )
@@ -290,10 +290,18 @@ def decode(raw: bytes | memoryview) -> Message:
 
 
 def peek_id(raw: bytes | memoryview) -> int:
-    """The id of a message in another version, whose first three fields stand where ours do; else 0."""
+    """The id of a message that `decode` refused, of another version say; 0 where it has none.
+
+    Only the first three fields are read, which stand where ours do in every version.
+    """
+    start = msgpack.Unpacker(max_buffer_size=64)
+    start.feed(raw[:64])
     try:
-        fields = msgpack.unpackb(raw, max_array_len=64, max_map_len=4096, max_ext_len=0)
+        if start.read_array_header() < 3:
+            return 0
+        start.skip()
+        start.skip()
+        id_ = start.unpack()
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException):
         return 0
-    known = type(fields) is list and len(fields) > 2 and type(fields[2]) is int and 0 <= fields[2] < 2**63
-    return fields[2] if known else 0
+    return id_ if type(id_) is int and 0 <= id_ < 2**63 else 0

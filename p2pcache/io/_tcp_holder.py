@@ -12,7 +12,7 @@ import time
 from collections import deque
 from functools import partial
 
-from p2pcache.io.ports import Tickets
+from p2pcache.io._pulls import Workers, join
 from p2pcache.io._tcp_sockets import (
     ANSWER,
     BAD_LENGTH,
@@ -24,13 +24,12 @@ from p2pcache.io._tcp_sockets import (
     REQUEST,
     STALLED_S,
     VERSION,
-    Workers,
     close_all,
-    join,
     reset,
     set_timeouts,
     tune,
 )
+from p2pcache.io.ports import Tickets
 
 log = logging.getLogger(__name__)
 

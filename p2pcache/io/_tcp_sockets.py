@@ -1,16 +1,13 @@
-"""What both ends of the tcp transport share: its frames, its sockets and its threads."""
+"""What both ends of the tcp transport share: its frames and its sockets."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import ipaddress
-import queue
 import socket
 import struct
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+from p2pcache.io._pulls import Address, check_host
 from p2pcache.types import ConfigError
 
 MAGIC = b"P2PK"
@@ -24,90 +21,21 @@ BUFFER_BYTES = 4 << 20  # of a socket: 1.3 to 2 times what autotuning reaches on
 STALLED_S = 10.0  # a peer that took no byte for so long is dropped
 SILENT_S = 60.0  # a holder that sent no byte for so long; the deadline of the node comes far earlier
 
-Address = tuple[str, int]
-
-
-class Workers:
-    """Up to `threads_max` daemon threads, started when first needed, that run jobs in order."""
-
-    def __init__(self, name: str, threads_max: int) -> None:
-        if threads_max < 1:
-            raise ConfigError(f"threads_max must be at least 1, not {threads_max}")
-        self._name, self._threads_max = name, threads_max
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        self._unfinished = 0
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run `job`, which does not raise, on some thread."""
-        with self._lock:
-            self._unfinished += 1
-            if len(self._threads) < min(self._unfinished, self._threads_max):
-                name = f"{self._name}-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._threads[-1].start()
-        self._jobs.put(job)
-
-    def stop(self) -> list[threading.Thread]:
-        """Threads leave when the jobs submitted so far are done. Returns them, to be joined."""
-        with self._lock:
-            threads, self._threads = self._threads, []
-        for _ in threads:
-            self._jobs.put(None)
-        return threads
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            del job  # it refers to a destination, and the next may be long in coming
-            with self._lock:
-                self._unfinished -= 1
-
-
-async def join(threads: list[threading.Thread]) -> None:
-    """Join without blocking the loop, and without a thread that the loop's executor would keep."""
-    loop = asyncio.get_running_loop()
-    joined = loop.create_future()
-
-    def wait() -> None:
-        for thread in threads:
-            thread.join()
-        loop.call_soon_threadsafe(lambda: joined.done() or joined.set_result(None))
-
-    waiter = threading.Thread(target=wait, name="p2pcache-tcp-join", daemon=True)
-    waiter.start()
-    await joined
-    waiter.join()
-
-
-def parse_address(text: str) -> Address | None:
-    host, _, port = text.rpartition(":")
-    bracketed = host.startswith("[") and host.endswith("]")
-    host = host[1:-1] if bracketed else host
-    try:
-        version = ipaddress.ip_address(host).version
-    except ValueError:
-        return None
-    valid_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65_536
-    return (host, int(port)) if valid_port and bracketed == (version == 6) else None
-
 
 def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def listen(host: str, port: int) -> socket.socket:
+    check_host(host)
     sock = socket.socket(_family(host), socket.SOCK_STREAM)
     try:
-        if ipaddress.ip_address(host).is_unspecified:
-            raise ValueError("peers cannot reach a wildcard")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         _set_buffers(sock)  # connections inherit them; after `listen` the window would stay small
         sock.bind((host, port))
         sock.listen(128)
         sock.setblocking(False)
-    except (OSError, ValueError, OverflowError) as exc:
+    except (OSError, OverflowError) as exc:
         sock.close()
         raise ConfigError(f"cannot listen for tcp readers on {host} port {port}: {exc}") from exc
     return sock

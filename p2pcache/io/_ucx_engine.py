@@ -1,18 +1,14 @@
 """The one thread that owns UCX: its worker, its endpoints and every request on them.
 
-What UCX needs and does not say (measured with UCXX 0.52 on UCX 1.21):
+What UCX needs and does not say (measured with UCX 1.21):
 
 - Cancelling a request that has met its peer does nothing; it may write later and call that a
-  success. A transfer is given up by force-closing its endpoint (`close_blocking`; plain `close`
-  flushes first, which a frozen peer never lets it do) and by then progressing until *every*
-  request on it has completed. So one endpoint carries one transfer at a time.
-- A request keeps no reference to its buffer: whoever posts it does, until it has completed.
-- Its receives complete when their endpoint is force-closed only if they were posted through it.
-- Where the requests of a force-closed endpoint complete only later, UCXX leaks the endpoint (some
-  10 KB), and with a holder's its listener, so that the port stays taken until the process ends. A
-  tag receive that waits for its message does not; one for a stream or an active message does.
-  So a holder waits for requests by tag, and learns that tag once, from the connection's stream.
-- `am_probe` stays true once it was, even for the next endpoint that gets the same handle.
+  success. A transfer is given up by force-closing its endpoint (a flush comes first otherwise, which
+  a frozen peer never lets end) and by then progressing until *every* request on it has completed. So
+  one endpoint carries one transfer at a time.
+- A receive that has not met its message is the worker's, and no closing ends it. It is cancelled.
+- Only endpoints that began at a listener can be given up like that. With one made from a worker's
+  address, up to 4 MB came in after its requests had completed: the peer's socket stays open.
 - A peer that dies is told by `alive`, a frozen one by nobody.
 """
 
@@ -25,8 +21,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
+from p2pcache.io._ucp import Buffer, Endpoint, Listener, Request, Ucp
 from p2pcache.types import ConfigError
 
 log = logging.getLogger(__name__)
@@ -43,22 +41,20 @@ SETTINGS: Mapping[str, str] = {
     "RNDV_THRESH": "64k",
     "TCP_CM_REUSEADDR": "y",  # a restarted node gets its port back
 }
-Buffer = memoryview | bytes | bytearray
 EXTRA = "pip install 'p2pcache[ucx-cu12]'"
 
 
-def import_ucx() -> tuple[Any, Callable[[Any], Any]]:
-    """(`libucxx`, its `Array`). Raises ConfigError that says what to install."""
+def import_ucx() -> Any:
+    """The module `libucxx`. Raises ConfigError that says what to install."""
     # These two belong to no context, so they cannot be passed to one. ucxx sets a variable that a UCX
     # without CUDA warns about; and UCX warns of every reader that gives up, which is ordinary here.
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     try:
         from ucxx._lib import libucxx
-        from ucxx._lib.arr import Array
     except (ImportError, OSError) as exc:
         raise ConfigError(f"the ucx transport needs ucxx ({exc}): {EXTRA}") from exc
-    return libucxx, Array
+    return libucxx
 
 
 class Activity(Protocol):
@@ -74,31 +70,37 @@ class Activity(Protocol):
 class Link:
     """An endpoint, and what is outstanding on it."""
 
-    def __init__(self, endpoint: Any) -> None:
+    def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self.request_tag = 0  # chosen by the reader: the holder waits for requests under it
         self.idle_since_s = time.monotonic()
-        self._outstanding: list[tuple[Any, object]] = []  # request, and what keeps its buffer
+        self._outstanding: list[Request] = []
         self._closed = False
 
     @property
     def alive(self) -> bool:
-        return not self._closed and self.endpoint.alive
+        return not self._closed and not self.endpoint.failure
 
-    def hold(self, request: Any, buffer: object) -> Any:
-        self._outstanding.append((request, buffer))
+    @property
+    def failure(self) -> str:
+        return self.endpoint.failure or "closed"
+
+    def hold(self, request: Request) -> Request:
+        self._outstanding.append(request)
         return request
 
     def quiet(self) -> bool:
         """Whether every request has completed: nothing reads or writes their buffers any more."""
-        self._outstanding = [held for held in self._outstanding if not held[0].completed]
+        self._outstanding = [request for request in self._outstanding if not request.completed]
         return not self._outstanding
 
     def force_close(self) -> None:
         """Its requests complete soon, with errors. By `Engine.force_close` only."""
         if not self._closed:
             self._closed = True
-            self.endpoint.close_blocking()
+            closing = self.endpoint.force_close()
+            for request in self._outstanding:
+                request.cancel()
+            self.hold(closing)
 
 
 class Engine:
@@ -122,10 +124,9 @@ class Engine:
         self.closing = False
         self.error: Exception | None = None
         self.info = ""
-        self.ucx: Any = None
-        self.worker: Any = None
-        self.listener: Any = None
-        self._array: Any = None
+        self._worker: Any = None
+        self._ucp: Any = None
+        self._listener: Listener | None = None
         self.thread = threading.Thread(target=self._run, name="p2pcache-ucx", daemon=True)
         self.thread.start()
 
@@ -147,8 +148,26 @@ class Engine:
     def add(self, activity: Activity) -> None:
         self._added.append(activity)
 
+    def listen(self, host: str, port: int, on_request: Callable[[int], None]) -> int:
+        """Returns the port. `on_request` gets connections for `accept` or `reject`. Raises UcpError."""
+
+        def soon(connection: int) -> None:  # not inside UCX's callback
+            self.call(partial(on_request, connection))
+
+        self._listener = Listener(self._ucp, host, port, soon)
+        return self._listener.port
+
+    def accept(self, connection: int) -> Link:
+        """Raises UcpError."""
+        return Link(Endpoint.accepted(self._ucp, connection))
+
+    def reject(self, connection: int) -> None:
+        if self._listener is not None:
+            self._listener.reject(connection)
+
     def connect(self, host: str, port: int) -> Link:
-        return Link(self.worker.create_endpoint_from_hostname(host, port, True))
+        """Raises UcpError."""
+        return Link(Endpoint.connected(self._ucp, host, port))
 
     def force_close(self, link: Link) -> None:
         self._stirred = True
@@ -165,26 +184,21 @@ class Engine:
         self._draining = self._draining or not quiet
         return quiet
 
-    def send(self, link: Link, memory: Buffer, tag: int) -> Any:
-        array = self._array(memory)
-        return self._posted(link, link.endpoint.tag_send(array, self.ucx.UCXXTag(tag)), array)
+    def send(self, link: Link, memory: Buffer, tag: int) -> Request:
+        return self._posted(link, link.endpoint.send(memory, tag))
 
-    def receive(self, link: Link, memory: Buffer, tag: int) -> Any:
-        array = self._array(memory)
-        return self._posted(link, link.endpoint.tag_recv(array, self.ucx.UCXXTag(tag)), array)
+    def receive(self, link: Link, memory: Buffer, tag: int) -> Request:
+        return self._posted(link, link.endpoint.receive(memory, tag))
 
-    def send_hello(self, link: Link, hello: bytes) -> Any:
-        array = self._array(hello)
-        return self._posted(link, link.endpoint.stream_send(array), array)
+    def send_stream(self, link: Link, memory: Buffer) -> Request:
+        return self._posted(link, link.endpoint.send_stream(memory))
 
-    def receive_hello(self, link: Link, hello: bytearray) -> Any:
-        """The first bytes of the connection, whoever sent them: tags do not tell the sender."""
-        array = self._array(hello)
-        return self._posted(link, link.endpoint.stream_recv(array), array)
+    def receive_stream(self, link: Link, memory: bytearray) -> Request:
+        return self._posted(link, link.endpoint.receive_stream(memory))
 
-    def _posted(self, link: Link, request: Any, buffer: object) -> Any:
+    def _posted(self, link: Link, request: Request) -> Request:
         self._stirred = True
-        return link.hold(request, buffer)
+        return link.hold(request)
 
     def _run(self) -> None:
         try:
@@ -196,7 +210,7 @@ class Engine:
             self.error = exc
             try:
                 self._begin_closing()
-                if self.worker is not None:
+                if self._worker is not None:
                     self._progress_until_closed()
             except Exception:  # what has not settled stays quarantined: bytes may still be moving
                 log.exception("the ucx thread could not stop cleanly")
@@ -209,32 +223,35 @@ class Engine:
             self._commands.clear()
             self._activities.clear()
             self._discarded.clear()
-            self.listener = self.worker = None
+            if self._listener is not None:
+                self._listener.close()
+            self._listener = self._ucp = self._worker = None
 
     def _open(self) -> None:
-        self.ucx, self._array = import_ucx()
-        features = self.ucx.Feature
+        ucx = import_ucx()
+        if (version := ucx.get_ucx_version())[0] != 1:  # `_ucp` knows the structures of 1.x
+            raise ConfigError(f"the ucx transport needs UCX 1, not {'.'.join(map(str, version))}")
+        features = ucx.Feature
         try:
-            context = self.ucx.UCXContext(
+            context = ucx.UCXContext(
                 dict(self._settings), feature_flags=(features.TAG, features.STREAM, features.WAKEUP)
             )
-            worker = self.ucx.UCXWorker(
-                context, enable_delayed_submission=False, enable_python_future=False
-            )
+            worker = ucx.UCXWorker(context, enable_delayed_submission=False, enable_python_future=False)
             worker.init_blocking_progress_mode()
-        except self.ucx.UCXError as exc:
+            self._ucp = Ucp(worker.handle)
+        except (ucx.UCXError, OSError, AttributeError) as exc:
             raise ConfigError(f"UCX does not start with {dict(self._settings)}: {exc}") from exc
         self.info = context.info
-        self.worker = worker
+        self._worker = worker
 
     def _progress_until_closed(self) -> None:
         with select.epoll() as events:
             events.register(self._wake, select.EPOLLIN)
-            events.register(self.worker.epoll_file_descriptor, select.EPOLLIN)
+            events.register(self._worker.epoll_file_descriptor, select.EPOLLIN)
             while True:
                 self._stirred = self._draining = False
                 self._run_commands()
-                self.worker.progress()
+                self._worker.progress()
                 self._step()
                 if self.closing and not (self._activities or self._added or self._discarded):
                     return
@@ -243,7 +260,7 @@ class Engine:
                     return
                 # A request may complete as it is posted, without an event: look again before sleep.
                 # Arming fails while there is something to progress, so no event is slept through.
-                if not (self._stirred or self._added) and self.worker.arm():
+                if not (self._stirred or self._added) and self._worker.arm():
                     events.poll(DRAIN_POLL_S if self._draining or self.closing else SWEEP_S)
 
     def _run_commands(self) -> None:
@@ -277,6 +294,5 @@ class Engine:
             return
         self.closing = True
         self._drain_until_s = time.monotonic() + DRAIN_S
-        self.listener = None
         for activity in [*self._activities, *self._added]:
             activity.stop(self.error or ConnectionAbortedError("the transport is closed"))

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import secrets
 import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
+from p2pcache.io._pulls import LoopPull, PeerKey
+from p2pcache.io._ucp import Request
 from p2pcache.io._ucx_engine import Engine, Link
-from p2pcache.io.ports import Ticket, TicketGone, TransportError
-from p2pcache.types import InvariantError
+from p2pcache.io.ports import TicketGone, TransportError
 
 log = logging.getLogger(__name__)
 
 MAGIC = b"P2PK"
 VERSION = 1
-HELLO = struct.Struct(">4sB3xQ")
 REQUEST = struct.Struct(">4sB3x16sQQ")
 ANSWER = struct.Struct(">4sBB2xQ")
 OK, GONE, BAD_LENGTH = range(3)
@@ -29,68 +26,14 @@ PIECE_BYTES = 4 << 20  # one message of a body, and the step of progress
 PIECES_POSTED = 4  # receives posted at once; enough to keep the fabric busy
 READER_IDLE_S = 30.0
 
-Address = tuple[str, int]
-PeerKey = tuple[str, int, Address]
 
+class UcxPull(LoopPull):
+    """Below `LoopPull`: how to reach the engine."""
 
-class UcxPull:
-    """See `ports.Pull`. Futures and `progress` belong to the loop; the engine posts to it.
+    stop: Callable[[], object]  # tells the engine to give up; set before the pull is handed out
 
-    `dest` is None once the pull has settled: the slab is its owner's again.
-    """
-
-    def __init__(
-        self, peer: str, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]
-    ) -> None:
-        if dest.readonly or dest.ndim != 1 or dest.itemsize != 1 or dest.nbytes != ticket.nbytes:
-            raise InvariantError(f"a destination must be {ticket.nbytes:,} writable bytes")
-        self._loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[None] = self._loop.create_future()
-        self.settled: asyncio.Future[None] = self._loop.create_future()
-        self.done.add_done_callback(lambda f: f.cancelled() or f.exception())  # not always awaited
-        self.peer = peer
-        self.ticket = ticket
-        self.dest: memoryview | None = dest
-        self.abandoned: Callable[[], object] = lambda: None  # tells the engine
-        self._progress = progress
-
-    def abandon(self) -> None:
-        if not self.settled.done():
-            self._end(TransportError("abandoned"))
-            self.abandoned()
-
-    # On the engine's thread.
-
-    def landed(self, nbytes: int) -> None:
-        self._post(self._report, nbytes)
-
-    def fail(self, error: Exception) -> None:
-        """`done`, while requests on the destination may be outstanding still."""
-        self._post(self._end, error)
-
-    def finish(self, error: Exception | None) -> None:
-        """`done` and `settled`."""
-        self._post(self._finish, error)
-
-    def _post(self, call: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has gone, and with it who would listen
-            self._loop.call_soon_threadsafe(call, *args)
-
-    # On the loop.
-
-    def _report(self, nbytes: int) -> None:
-        if not self.done.done():
-            self._progress(nbytes)
-
-    def _end(self, error: Exception | None) -> None:
-        if not self.done.done():
-            self.done.set_result(None) if error is None else self.done.set_exception(error)
-
-    def _finish(self, error: Exception | None) -> None:
-        self.dest = None
-        self._end(error)
-        if not self.settled.done():
-            self.settled.set_result(None)
+    def _stop(self) -> None:
+        self.stop()
 
 
 class IdleLinks:
@@ -144,8 +87,8 @@ class Arrival:
         self._link: Link | None = None
         self._pooled = False
         self._answer = bytearray(ANSWER.size)
-        self._answered: Any = None  # the request that receives the answer, until it has come
-        self._pieces: deque[tuple[Any, int]] = deque()  # receives under way, and where each ends
+        self._answered: Request | None = None  # the request that receives the answer, until it has come
+        self._pieces: deque[tuple[Request, int]] = deque()  # receives under way, and where each ends
         self._posted_bytes = self._landed_bytes = 0
         self._stopping = self._over = False
 
@@ -179,7 +122,7 @@ class Arrival:
     def _guarded(self, action: Callable[[], None]) -> None:
         try:
             action()
-        except (TransportError, ConnectionError, self._engine.ucx.UCXError) as exc:
+        except (TransportError, ConnectionError) as exc:
             self.stop(exc)
         except Exception as exc:
             log.exception("a pull over ucx failed on our side")
@@ -196,13 +139,10 @@ class Arrival:
         link = self._idle.take(self._key)
         self._pooled = link is not None
         self._link = link = link or engine.connect(*self._key[2])
-        if not self._pooled:
-            link.request_tag = _random_tag()
-            engine.send_hello(link, HELLO.pack(MAGIC, VERSION, link.request_tag))
         self._tag = _random_tag()
         self._answered = engine.receive(link, self._answer, self._tag)
         request = REQUEST.pack(MAGIC, VERSION, ticket.token, ticket.nbytes, self._tag)
-        engine.send(link, request, link.request_tag)
+        engine.send_stream(link, request)
 
     def _advance(self) -> None:
         assert self._link is not None
@@ -220,7 +160,7 @@ class Arrival:
                 self._engine.discard(self._link)
                 self._link = None
                 return self._ask()
-            raise ConnectionResetError(f"connection lost after {self._landed_bytes:,} bytes")
+            raise ConnectionResetError(f"{self._link.failure} after {self._landed_bytes:,} bytes")
 
     def _hear_answer(self) -> bool:
         """Whether the body comes. Raises TransportError."""

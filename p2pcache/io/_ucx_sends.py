@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from typing import Any
 
+from p2pcache.io._ucp import Request, UcpError
 from p2pcache.io._ucx_engine import Engine, Link
 from p2pcache.io._ucx_pulls import (
     ANSWER,
     BAD_LENGTH,
     GONE,
-    HELLO,
     MAGIC,
     OK,
     PIECE_BYTES,
@@ -24,7 +23,6 @@ from p2pcache.io.ports import Tickets
 log = logging.getLogger(__name__)
 
 STALLED_S = 10.0  # a reader that took no piece for so long is dropped, and its lease ends
-LAST_SENDS_S = 0.02  # at close, for what is nearly through
 HOLDER_IDLE_S = 60.0  # a connection without a request is closed after so long
 
 
@@ -38,11 +36,11 @@ class Reception:
 
     def accept(self, connection: int) -> None:
         engine = self._engine
-        if engine.closing or engine.listener is None:
-            return
+        if engine.closing:
+            return engine.reject(connection)
         try:
-            link = Link(engine.listener.create_endpoint_from_conn_request(connection, True))
-        except engine.ucx.UCXError as exc:
+            link = engine.accept(connection)
+        except UcpError as exc:
             log.debug("a ucx reader went away at once: %s", exc)
             return
         self._readers = [reader for reader in self._readers if not reader.over]
@@ -61,13 +59,10 @@ class Reader:
 
     def __init__(self, engine: Engine, tickets: Tickets, link: Link) -> None:
         self._engine, self._tickets, self._link = engine, tickets, link
-        self._sends: deque[Any] = deque()
+        self._sends: deque[Request] = deque()
         self._token: bytes | None = None  # of the body being sent
-        self._hello = bytearray(HELLO.size)
-        self._greeted: Any = engine.receive_hello(link, self._hello)  # until it has come
         self._message = bytearray(REQUEST.size)
-        self._request: Any = None  # receives `_message`
-        self._stop_at_s = float("inf")
+        self._request = engine.receive_stream(link, self._message)
         self._stopping = False
         self.over = False
         self.moved_s = time.monotonic()
@@ -80,28 +75,17 @@ class Reader:
         if not (self._stopping or self.over):
             try:
                 self._advance(now_s)
-                if self._engine.closing and (not self.sending or now_s > self._stop_at_s):
-                    raise ConnectionAbortedError("the transport is closed")
-            except (ConnectionError, self._engine.ucx.UCXError) as exc:
-                self._force_close(exc)
+            except ConnectionError as exc:
+                self.stop(exc)
             except Exception as exc:
                 log.exception("serving a ucx reader failed on our side")
-                self._force_close(exc)
+                self.stop(exc)
         if self._stopping and not self.over and self._engine.is_quiet(self._link):
             self.over = True
-            # An endpoint keeps its listener alive, and so the port.
-            self._link = self._request = self._greeted = None
             self._end()
         return not self.over
 
     def stop(self, error: Exception) -> None:
-        # Closing an endpoint with a send on it keeps its listener in UCXX, so the port, till exit.
-        if self.sending:
-            self._stop_at_s = min(self._stop_at_s, time.monotonic() + LAST_SENDS_S)
-        else:
-            self._force_close(error)
-
-    def _force_close(self, error: Exception) -> None:
         if self._stopping or self.over:
             return
         log.debug("a ucx reader is dropped: %s", error)
@@ -110,19 +94,14 @@ class Reader:
 
     def _advance(self, now_s: float) -> None:
         alive = self._link.alive
-        if self._greeted is not None:
-            if self._greeted.completed:
-                self._greeted.check_error()
-                self._greeted = None
-                self._be_greeted()
-        elif self.sending:
+        if self.sending:
             while self._sends and self._sends[0].completed:
                 self._sends[0].check_error()
                 self._sends.popleft()
                 self.moved_s = now_s
             if not self._sends and self._engine.is_quiet(self._link):
                 self._end()
-                self._await_request()
+                self._request = self._engine.receive_stream(self._link, self._message)
             elif self.moved_s < now_s - STALLED_S:
                 raise ConnectionAbortedError("the reader has stalled")
         elif self._request.completed:
@@ -132,16 +111,7 @@ class Reader:
         if self.moved_s < now_s - HOLDER_IDLE_S:
             raise ConnectionAbortedError("idle")
         if not alive:
-            raise ConnectionResetError("the reader has gone")
-
-    def _be_greeted(self) -> None:
-        magic, version, self._link.request_tag = HELLO.unpack(self._hello)
-        if magic != MAGIC or version != VERSION:
-            raise ConnectionAbortedError("the reader speaks another protocol, or version of it")
-        self._await_request()
-
-    def _await_request(self) -> None:
-        self._request = self._engine.receive(self._link, self._message, self._link.request_tag)
+            raise ConnectionResetError(f"the reader has gone: {self._link.failure}")
 
     def _serve(self) -> None:
         magic, version, token, nbytes, tag = REQUEST.unpack(self._message)

@@ -75,6 +75,8 @@ class ZmqControl:
                 answer = await reply
         except TimeoutError:
             raise DeadlineExceeded(f"{peer.name} did not answer {op} in time") from None
+        except zmq.ZMQError as error:
+            raise RemoteError(f"{peer.name} cannot be asked at {peer.control!r}: {error.strerror}") from None
         finally:
             del self._waiting[id_]
         if answer.kind == "e":
@@ -108,7 +110,11 @@ class ZmqControl:
         _bound(dealer)
         dealer.setsockopt(zmq.IPV6, peer.control.startswith("["))
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        dealer.connect(f"tcp://{peer.control}")
+        try:
+            dealer.connect(f"tcp://{peer.control}")
+        except zmq.ZMQError:
+            dealer.close(0)
+            raise
         task = self._spawn(self._collect(dealer))
         self._dealers[peer.name] = (peer.incarnation, peer.control, dealer, task)
         return dealer
@@ -141,7 +147,8 @@ class ZmqControl:
             if len(frames) != 2:
                 continue
             if self._handlers >= _HANDLERS_MAX:
-                await self._answer(router, frames[0], self._error(0, "", "busy", "too many requests under way"))
+                busy = self._error(wire.peek_id(frames[1]), "", "busy", "too many requests under way")
+                await self._answer(router, frames[0], busy)
                 continue
             self._handlers += 1
             self._spawn(self._handle(router, *frames))
@@ -151,6 +158,8 @@ class ZmqControl:
         try:
             message = wire.decode(raw)
             id_, op = message.id, message.op
+            if message.kind != "q":
+                raise wire.WireError("only requests are answered here")
             _, incarnation, _ = self._identity()
             if message.to not in (0, incarnation):
                 raise RemoteError("that incarnation is gone; another runs here")
@@ -161,7 +170,7 @@ class ZmqControl:
         except DeadlineExceeded as error:
             answer = self._error(id_, op, "deadline", str(error))
         except P2PCacheError as error:
-            answer = self._error(id_, op, "refused", str(error))
+            answer = self._error(id_ or wire.peek_id(raw), op, "refused", str(error))
         except asyncio.CancelledError:
             raise
         except Exception:

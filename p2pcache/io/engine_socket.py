@@ -8,6 +8,7 @@ matched by id, and the end of file ends the engine's session, whatever it held.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -24,6 +25,7 @@ from p2pcache.types import ConfigError, P2PCacheError, RemoteError, VersionMisma
 _log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
 _ATTACH_TIMEOUT_S = 5.0
+_ACCEPT_AGAIN_S = 0.5
 _REQUESTS_MAX = 256
 
 
@@ -56,7 +58,7 @@ class EngineSocket:
             listener.listen(128)
         except OSError as error:
             listener.close()
-            raise ConfigError(f"the engine socket {self.path} cannot be made: {error.strerror}") from None
+            raise ConfigError(f"the engine socket {self.path} cannot be made: {error.strerror or error}") from None
         except ConfigError:
             listener.close()
             raise
@@ -92,7 +94,12 @@ class EngineSocket:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(listener)
+            try:
+                sock, _ = await loop.sock_accept(listener)
+            except OSError as error:  # no descriptors: the listener stays readable, so do not spin
+                _log.warning("cannot accept a client: %s", error)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
             self._spawn(self._serve(sock))
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -176,6 +183,8 @@ class EngineSocket:
         try:
             message = wire.decode(raw)
             id_, op = message.id, message.op
+            if message.kind not in ("q", "n"):
+                raise wire.WireError("only requests and notices are answered here")
             reply = await self._handler.handle(session, op, message.body)
             if message.kind == "n":
                 return
@@ -187,6 +196,9 @@ class EngineSocket:
             out = _error(id_, op, "internal", f"the node met an error of its own: {error!r}")
         if not writer.is_closing():
             writer.write(_LENGTH.pack(len(out)) + out)
+            # A client that does not read is not read either, once _REQUESTS_MAX answers wait for it.
+            with contextlib.suppress(OSError):
+                await writer.drain()
 
     def _spawn(self, coroutine: Any) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

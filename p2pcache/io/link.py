@@ -96,6 +96,7 @@ class Link:
             pass
         self._reader.join()
         self._sock.close()
+        self.slab.unmap()
 
     def _send(self, kind: str, id_: int, op: str, body: Mapping[str, Any]) -> None:
         raw = wire.encode(wire.Message(kind, id_, op, body))

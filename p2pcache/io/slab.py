@@ -12,6 +12,7 @@ read-only to peers. The first page holds a nonce that the mapper compares with t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import mmap
 import os
@@ -53,6 +54,12 @@ class MappedSlab:
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ValueError(f"[{offset}, {offset + nbytes}) is outside a slab of {self.nbytes} bytes")
         return self._bytes[HEADER_BYTES + offset : HEADER_BYTES + offset + nbytes]
+
+    def unmap(self) -> None:
+        """Give up the mapping: at once, or with the last view of it that somebody still has. Idempotent."""
+        self._bytes.release()
+        with contextlib.suppress(BufferError):
+            self._map.close()
 
 
 class HostSlab(MappedSlab):
@@ -102,6 +109,7 @@ class HostSlab(MappedSlab):
     def close(self) -> None:
         """Give up our hold; the memory lives on until the last engine has let go too."""
         self._checker.shutdown(wait=True)
+        self.unmap()
         os.close(self.fd)
 
 

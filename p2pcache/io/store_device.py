@@ -19,7 +19,10 @@ class DeviceStore:
 
     def __init__(self, bytes_max: int, device: str | torch.device):
         """Raises ConfigError where the device is not there."""
-        self.device = torch.device(device)
+        try:
+            self.device = torch.device(device)
+        except RuntimeError:
+            raise ConfigError(f"device {device!r} is none that this torch knows") from None
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError("gpu_memory_gb asks for a device tier, and no CUDA device is here; set it to 0")
         self._bytes_max = bytes_max
@@ -63,4 +66,5 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _copied(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().to(device, copy=True)
-    return type(value)(_copied(part, device) for part in value)
+    parts = [_copied(part, device) for part in value]
+    return tuple(parts) if isinstance(value, tuple) else parts

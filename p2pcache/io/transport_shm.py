@@ -1,26 +1,43 @@
 """`shm`: a peer on the same host. Map its slab once, read-only, then copy body by body.
 
 The holder's lease says how long the bytes stay put; the copy is over in milliseconds, and a body
-that was replaced under a reader that slept through its lease fails its checksum.
+that was replaced under a reader that slept through its lease fails its checksum. The holder takes
+no part in a copy, so a frozen one does not delay it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from p2pcache.core.membership import Member
+from p2pcache.io._pulls import ThreadPull, Workers, join
 from p2pcache.io.ports import Ticket, TicketGone, Tickets, TransportError
 from p2pcache.io.slab import MappedSlab, attach
 from p2pcache.types import RemoteError
 
-_PIECE_BYTES = 1 << 20
+log = logging.getLogger(__name__)
+
+_PIECE_BYTES = 1 << 20  # of one copy, and the step of progress
 _ATTACH_TIMEOUT_S = 2.0
+_COPIERS = 2  # more only share the memory's bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A peer's slab, mapped. The socket's end of file says that the peer has gone."""
+
+    incarnation: int
+    sock: socket.socket
+    slab: MappedSlab
 
 
 class ShmTransport:
@@ -32,9 +49,11 @@ class ShmTransport:
         """socket_path: this node's engine socket, which also hands the slab to peers."""
         self._socket_path = socket_path
         self._boot_id = boot_id
-        self._slabs: dict[str, tuple[int, socket.socket, MappedSlab]] = {}  # peer -> its incarnation's slab
-        self._lock = threading.Lock()  # first contact from several threads at once
-        self._copiers = ThreadPoolExecutor(2, thread_name_prefix="p2pcache-shm")
+        self._lock = threading.Lock()  # guards the two below
+        self._peers: dict[str, _Peer] = {}
+        self._closed = False
+        self._copiers = Workers("p2pcache-shm", _COPIERS)
+        self._pulls: set[ThreadPull] = set()
 
     async def start(self, tickets: Tickets) -> str:
         return self._socket_path
@@ -44,75 +63,94 @@ class ShmTransport:
 
     def pull(
         self, peer: Member, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]
-    ) -> _Copy:
-        copy = _Copy(asyncio.get_running_loop())
-        self._copiers.submit(self._run, copy, peer, ticket, dest, progress)
-        return copy
+    ) -> ThreadPull:
+        """See `ports.Transport`. `dest` is held until `settled`."""
+        pull = ThreadPull(peer.name, ticket, dest, progress)
+        if self._closed or not self.reaches(peer):
+            why = "the transport is closed" if self._closed else "not on this host, or without shm"
+            pull.finish(TransportError(f"{peer.name}: {why}"))
+            return pull
+        self._pulls.add(pull)
+        pull.settled.add_done_callback(lambda _: self._pulls.discard(pull))
+        loop = asyncio.get_running_loop()
+        self._copiers.submit(partial(self._run, pull, peer, loop))
+        return pull
 
     async def close(self) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, self._copiers.shutdown)
-        for _, sock, _ in self._slabs.values():
-            sock.close()
-        self._slabs.clear()
-
-    def _run(
-        self, copy: _Copy, peer: Member, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]
-    ) -> None:
-        try:
-            source = self._slab(peer).view(ticket.offset, ticket.nbytes)
-            into, outof = np.frombuffer(dest, np.uint8), np.frombuffer(source, np.uint8)
-            for start in range(0, ticket.nbytes, _PIECE_BYTES):
-                if copy.abandoned.is_set():
-                    break
-                stop = min(start + _PIECE_BYTES, ticket.nbytes)
-                np.copyto(into[start:stop], outof[start:stop])  # numpy lets go of the GIL
-                copy.tell(progress, stop)
-            copy.end(TransportError("abandoned") if copy.abandoned.is_set() else None)
-        except ValueError as error:
-            copy.end(TicketGone(f"the ticket does not fit the slab of {peer.name}: {error}"))
-        except (OSError, RemoteError) as error:
-            copy.end(TransportError(f"shm to {peer.name}: {error}"))
-        except BaseException as error:  # a thread must never leave a pull without an end
-            copy.end(TransportError(f"shm to {peer.name}: {error!r}"))
-
-    def _slab(self, peer: Member) -> MappedSlab:
         with self._lock:
-            known = self._slabs.get(peer.name)
-            if known is not None and known[0] == peer.incarnation:
-                return known[2]
-            sock, member, slab = attach(peer.transports["shm"], "peer", _ATTACH_TIMEOUT_S)
-            if member.incarnation != peer.incarnation:
+            self._closed = True
+        for pull in list(self._pulls):
+            pull.abandon()
+        await join(self._copiers.stop())
+        for name, known in list(self._peers.items()):
+            self._forget(name, known)
+
+    # On a copier's thread.
+
+    def _run(self, pull: ThreadPull, peer: Member, loop: asyncio.AbstractEventLoop) -> None:
+        """One pull. What has begun ends in `finish`, so that `settled` always comes."""
+        if not pull.begin():
+            return
+        error: Exception | None = None
+        try:
+            self._copy(pull, self._slab(peer, loop))
+        except (TransportError, TicketGone) as exc:
+            error = exc
+        except (OSError, RemoteError) as exc:
+            error = TransportError(f"{pull.peer}: {exc}")
+        except Exception as exc:
+            log.exception("a pull over shm failed on our side")
+            error = TransportError(f"{pull.peer}: {exc!r}")
+        finally:
+            pull.finish(error)
+
+    def _copy(self, pull: ThreadPull, slab: MappedSlab) -> None:
+        ticket = pull.ticket
+        try:
+            source = slab.view(ticket.offset, ticket.nbytes)
+        except ValueError as exc:
+            raise TicketGone(f"the ticket does not fit the slab of {pull.peer}: {exc}") from None
+        if not ticket.nbytes:
+            return  # numpy has no view of nothing
+        into, outof = np.frombuffer(pull.dest, np.uint8), np.frombuffer(source, np.uint8)
+        for start in range(0, ticket.nbytes, _PIECE_BYTES):
+            pull.check_wanted()
+            stop = min(start + _PIECE_BYTES, ticket.nbytes)
+            np.copyto(into[start:stop], outof[start:stop])  # numpy lets go of the GIL
+            pull.landed(stop)
+
+    def _slab(self, peer: Member, loop: asyncio.AbstractEventLoop) -> MappedSlab:
+        """Mapped at first contact. Raises OSError or RemoteError."""
+        known = self._peers.get(peer.name)
+        if known is not None and known.incarnation == peer.incarnation:
+            return known.slab
+        # Without the lock, so that one frozen peer does not hold up the others.
+        sock, member, slab = attach(peer.transports["shm"], "peer", _ATTACH_TIMEOUT_S)
+        made = _Peer(member.incarnation, sock, slab)
+        with self._lock:
+            wanted = (member.name, member.incarnation) == (peer.name, peer.incarnation)
+            if not wanted or self._closed:
                 sock.close()
-                raise TransportError(f"{peer.name} has restarted")
-            if known is not None:
-                known[1].close()
-            self._slabs[peer.name] = (peer.incarnation, sock, slab)
-            return slab
+                raise TransportError(f"{peer.name} has restarted" if not wanted else "closed")
+            replaced, self._peers[peer.name] = self._peers.get(peer.name), made
+        with contextlib.suppress(RuntimeError):  # the loop has gone
+            if replaced is not None:
+                loop.call_soon_threadsafe(self._forget, peer.name, replaced)
+            loop.call_soon_threadsafe(self._watch, peer.name, made)
+        return slab
 
+    # On the loop.
 
-class _Copy:
-    """One copy under way, and its futures (the loop's)."""
+    def _watch(self, name: str, known: _Peer) -> None:
+        """A slab outlives its node while somebody maps it, so let go of it as the node goes."""
+        if self._peers.get(name) is known:
+            loop = asyncio.get_running_loop()
+            loop.add_reader(known.sock.fileno(), self._forget, name, known)
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop = loop
-        self.done: asyncio.Future[None] = loop.create_future()
-        self.settled: asyncio.Future[None] = loop.create_future()
-        self.abandoned = threading.Event()
-
-    def abandon(self) -> None:
-        self.abandoned.set()
-
-    def tell(self, progress: Callable[[int], None], nbytes: int) -> None:
-        self._loop.call_soon_threadsafe(progress, nbytes)
-
-    def end(self, error: Exception | None) -> None:
-        self._loop.call_soon_threadsafe(self._end, error)
-
-    def _end(self, error: Exception | None) -> None:
-        if not self.done.done():
-            if error is None:
-                self.done.set_result(None)
-            else:
-                self.done.set_exception(error)
-        if not self.settled.done():
-            self.settled.set_result(None)
+    def _forget(self, name: str, known: _Peer) -> None:
+        with self._lock:
+            if self._peers.get(name) is known:
+                del self._peers[name]
+        if known.sock.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(known.sock.fileno())
+            known.sock.close()

@@ -15,7 +15,6 @@ for a name service.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import socket
@@ -25,7 +24,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from p2pcache.core.membership import Member
-from p2pcache.io.ports import Ticket, TicketGone, Tickets, TransportError
+from p2pcache.io._pulls import PeerKey, ThreadPull, Workers, join, parse_address
 from p2pcache.io._tcp_holder import Holder
 from p2pcache.io._tcp_sockets import (
     ANSWER,
@@ -38,23 +37,17 @@ from p2pcache.io._tcp_sockets import (
     REQUEST,
     SILENT_S,
     VERSION,
-    Address,
-    Workers,
     close_all,
-    join,
     listen,
-    parse_address,
     reader_socket,
 )
-from p2pcache.types import InvariantError
+from p2pcache.io.ports import Ticket, TicketGone, Tickets, TransportError
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 1.5
 PROGRESS_BYTES = 1 << 20  # each report wakes the loop, which costs this thread the GIL for a moment
 IDLE_S = 30.0  # a pooled connection is not used after so long: the holder closes it after 60 s
-
-_PeerKey = tuple[str, int, Address]
 
 
 class TcpTransport:
@@ -67,9 +60,7 @@ class TcpTransport:
 
     name = "tcp"
 
-    def __init__(
-        self, host: str, port: int = 0, threads_max: int = 16, connections_max: int = 512
-    ) -> None:
+    def __init__(self, host: str, port: int = 0, threads_max: int = 16, connections_max: int = 512) -> None:
         self._host, self._port = host, port
         self._connections_max = connections_max
         self._threads_max = threads_max
@@ -92,7 +83,7 @@ class TcpTransport:
         self, peer: Member, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]
     ) -> _TcpPull:
         """See `ports.Transport`. `dest` is held until `settled`."""
-        pull = _TcpPull(ticket, dest, progress)
+        pull = _TcpPull(peer.name, ticket, dest, progress)
         advertised = peer.transports.get(self.name, "")
         address = parse_address(advertised)
         if self._closed or address is None:
@@ -101,7 +92,7 @@ class TcpTransport:
             return pull
         self._pulls.add(pull)
         pull.settled.add_done_callback(lambda _: self._pulls.discard(pull))
-        self._readers.submit(partial(self._run, pull, peer, address))
+        self._readers.submit(partial(self._run, pull, (peer.name, peer.incarnation, address)))
         return pull
 
     async def close(self) -> None:
@@ -114,25 +105,26 @@ class TcpTransport:
         if holder is not None:
             await holder.close()
 
-    def _run(self, pull: _TcpPull, peer: Member, address: Address) -> None:
-        """One pull, on a reader thread. Always ends in `finish`, so that `settled` always comes."""
+    def _run(self, pull: _TcpPull, key: PeerKey) -> None:
+        """One pull, on a reader thread. What has begun ends in `finish`, so `settled` always comes."""
+        if not pull.begin():
+            return
         error: Exception | None = None
         try:
-            if pull.begin():
-                self._fetch(pull, (peer.name, peer.incarnation, address))
+            self._fetch(pull, key)
         except (TransportError, TicketGone) as exc:
             error = exc
         except BlockingIOError:  # how the kernel says that a socket's timeout has passed
-            error = TransportError(f"{peer.name}: silent for {SILENT_S:.0f} s")
+            error = TransportError(f"{pull.peer}: silent for {SILENT_S:.0f} s")
         except OSError as exc:
-            error = TransportError(f"{peer.name}: {exc}")
+            error = TransportError(f"{pull.peer}: {exc}")
         except Exception as exc:
             log.exception("a pull over tcp failed on our side")
-            error = TransportError(f"{peer.name}: {exc!r}")
+            error = TransportError(f"{pull.peer}: {exc!r}")
         finally:
             pull.finish(error)
 
-    def _fetch(self, pull: _TcpPull, key: _PeerKey) -> None:
+    def _fetch(self, pull: _TcpPull, key: PeerKey) -> None:
         pooled = self._pool.take(key)
         if pooled is not None:
             try:
@@ -152,7 +144,7 @@ class TcpTransport:
             raise
         self._exchange(pull, key, sock)
 
-    def _exchange(self, pull: _TcpPull, key: _PeerKey, sock: socket.socket) -> None:
+    def _exchange(self, pull: _TcpPull, key: PeerKey, sock: socket.socket) -> None:
         """Ask and receive. Owns `sock`: it goes (back) to the pool in a known state, or is closed."""
         clean = False
         try:
@@ -173,47 +165,19 @@ class TcpTransport:
             raise TransportError(f"{key[0]} holds another length than {pull.ticket.nbytes:,} bytes")
 
 
-class _TcpPull:
-    """See `ports.Pull`. Futures and `progress` belong to the loop; the rest to one reader thread."""
+class _TcpPull(ThreadPull):
+    """Below `ThreadPull`: what its reader thread does, and how that is woken."""
 
-    def __init__(self, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]) -> None:
-        if dest.readonly or dest.ndim != 1 or dest.itemsize != 1 or dest.nbytes != ticket.nbytes:
-            raise InvariantError(f"a destination must be {ticket.nbytes:,} writable bytes")
-        self._loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[None] = self._loop.create_future()
-        self.settled: asyncio.Future[None] = self._loop.create_future()
-        self.done.add_done_callback(lambda f: f.cancelled() or f.exception())  # not always awaited
-        self.ticket = ticket
+    def __init__(self, peer: str, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]) -> None:
+        super().__init__(peer, ticket, dest, progress)
         self.landed_bytes = 0
-        self._dest: memoryview | None = dest
-        self._progress = progress
-        self._posted_bytes = self._told_bytes = 0
-        self._lock = threading.Lock()
-        self._running = self._stopped = False
         self._socket: socket.socket | None = None
-
-    def abandon(self) -> None:
-        with self._lock:
-            self._stopped = True
-            queued = not self._running
-            if self._socket is not None:
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # its thread wakes up at once
-        self._end(TransportError("abandoned"), settle=queued)
-
-    # On the reader thread.
-
-    def begin(self) -> bool:
-        """False where the pull was abandoned while it waited for a thread."""
-        with self._lock:
-            self._running = not self._stopped
-            return self._running
 
     @contextlib.contextmanager
     def using(self, sock: socket.socket) -> Iterator[None]:
         """While inside, `abandon` shuts this socket down."""
         with self._lock:
-            self._check_wanted()
+            self.check_wanted()
             self._socket = sock
         try:
             yield
@@ -222,10 +186,11 @@ class _TcpPull:
                 self._socket = None
 
     def receive(self, sock: socket.socket) -> None:
-        dest = self._dest
+        dest = self.dest
         assert dest is not None
+        posted_bytes = 0
         while self.landed_bytes < dest.nbytes:
-            self._check_wanted()
+            self.check_wanted()
             with dest[self.landed_bytes : self.landed_bytes + PIECE_BYTES] as piece:
                 count = sock.recv_into(piece, 0, socket.MSG_WAITALL)
             if not count:
@@ -233,42 +198,14 @@ class _TcpPull:
                     f"connection closed after {self.landed_bytes:,} of {dest.nbytes:,} bytes"
                 )
             self.landed_bytes += count
-            if self.landed_bytes - self._posted_bytes >= PROGRESS_BYTES:
-                self._posted_bytes = self.landed_bytes
-                self._post(self._report)
+            if self.landed_bytes - posted_bytes >= PROGRESS_BYTES or self.landed_bytes == dest.nbytes:
+                posted_bytes = self.landed_bytes
+                self.landed(posted_bytes)
 
-    def finish(self, error: Exception | None) -> None:
-        self._post(self._finish, error)
-
-    def _check_wanted(self) -> None:
-        if self._stopped:
-            raise TransportError("abandoned")
-
-    def _post(self, call: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has gone, and with it who would listen
-            self._loop.call_soon_threadsafe(call, *args)
-
-    # On the loop.
-
-    def _report(self) -> None:
-        if self.landed_bytes > self._told_bytes and not self.done.done():
-            self._told_bytes = self.landed_bytes
-            self._progress(self._told_bytes)
-
-    def _finish(self, error: Exception | None) -> None:
-        try:
-            if error is None:
-                self._report()
-        finally:
-            self._end(error, settle=True)
-
-    def _end(self, error: Exception | None, settle: bool) -> None:
-        if not self.done.done():
-            self.done.set_result(None) if error is None else self.done.set_exception(error)
-        if settle:
-            self._dest = None  # the slab is its owner's again
-            if not self.settled.done():
-                self.settled.set_result(None)
+    def _interrupt(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # its thread wakes up at once
 
 
 class _Pool:
@@ -277,9 +214,9 @@ class _Pool:
     def __init__(self, per_peer_max: int) -> None:
         self._per_peer_max = per_peer_max
         self._lock = threading.Lock()
-        self._idle: dict[_PeerKey, list[tuple[socket.socket, float]]] = {}
+        self._idle: dict[PeerKey, list[tuple[socket.socket, float]]] = {}
 
-    def take(self, key: _PeerKey) -> socket.socket | None:
+    def take(self, key: PeerKey) -> socket.socket | None:
         """The connection used last, if it still seems open. The caller owns it."""
         while True:
             with self._lock:
@@ -291,7 +228,7 @@ class _Pool:
                 return sock
             sock.close()
 
-    def give(self, key: _PeerKey, sock: socket.socket) -> None:
+    def give(self, key: PeerKey, sock: socket.socket) -> None:
         with self._lock:
             stale = self._expired()
             idle = self._idle.setdefault(key, [])

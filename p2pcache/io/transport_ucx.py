@@ -3,18 +3,18 @@
 The reader posts receives into its slab, the holder sends from its slab, and UCX's rendezvous moves
 the bytes: no copy on either side, and no remote key ever leaves a process. Layout of a pull:
 
-    hello    stream, once     4s magic "P2PK" | B version | 3x | Q request tag
-    request  its request tag  4s magic | B version | 3x | 16s token | Q nbytes | Q tag
+    request  stream           4s magic "P2PK" | B version | 3x | 16s token | Q nbytes | Q tag
     answer   tag              4s magic | B version | B status | 2x | Q nbytes
     body     tag + 1, ...     pieces of PIECE_BYTES, the last one shorter
 
-Both tags are the reader's choice: random, the low 20 bits zero. Integers are big-endian. An
-endpoint carries one pull at a time and is then used again. Everything on UCX happens on the
-engine's thread; see `_ucx_engine` for its rules.
+The tag is the reader's choice: random, the low 20 bits zero. Integers are big-endian. An endpoint
+carries one pull at a time and is then used again. Everything on UCX happens on the engine's thread;
+see `_ucx_engine` for its rules.
 
-UCXX binds its listener to every IPv4 interface. Nothing is sent without a ticket, but UCX itself
-is exposed: use it on a network whose machines are trusted. A setting of ours gives way to a
-`UCX_*` variable that the user has set.
+Every port is bound to one address: our listener to `host`, UCX's own to that of the devices' interface.
+Nothing is sent without a ticket, but UCX itself trusts whoever connects: use it on a network whose
+machines are trusted. A setting of ours gives way to a `UCX_*` variable that the user has set, but for
+the devices, which decide where UCX listens.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
-import ipaddress
 import os
 import re
 import socket
 import struct
-import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from p2pcache.core.membership import Member
+from p2pcache.io._pulls import check_host, join, parse_address
+from p2pcache.io._ucp import UcpError
 from p2pcache.io._ucx_engine import SETTINGS, Engine, import_ucx
-from p2pcache.io._ucx_pulls import Address, Arrival, IdleLinks, UcxPull
+from p2pcache.io._ucx_pulls import Arrival, IdleLinks, UcxPull
 from p2pcache.io._ucx_sends import Reception
 from p2pcache.io.ports import Ticket, Tickets, TransportError
 from p2pcache.types import ConfigError
@@ -59,19 +59,18 @@ class UcxTransport:
 
     name = "ucx"
 
-    def __init__(
-        self, host: str, port: int = 0, devices: str = "", connections_max: int = 128
-    ) -> None:
+    def __init__(self, host: str, port: int = 0, devices: str = "", connections_max: int = 128) -> None:
         self._host, self._port = host, port
         self._devices = devices or _devices_of(host)
+        self._problem = _problem_with(host, self._devices)
         self._connections_max = connections_max
         self._engine: Engine | None = None
         self._idle: IdleLinks | None = None
-        self._pulls: set[UcxPull] = set()
         self._closed = False
 
     async def start(self, tickets: Tickets) -> str:
-        _check_host(self._host)
+        if self._problem:
+            raise ConfigError(self._problem)
         loop = asyncio.get_running_loop()
         listening: asyncio.Future[int] = loop.create_future()
         engine = self._running_engine()
@@ -93,7 +92,7 @@ class UcxTransport:
             raise
 
     def reaches(self, peer: Member) -> bool:
-        return _parse_address(peer.transports.get(self.name, "")) is not None
+        return parse_address(peer.transports.get(self.name, "")) is not None
 
     def pull(
         self, peer: Member, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]
@@ -101,18 +100,16 @@ class UcxTransport:
         """See `ports.Transport`. `dest` is held until `settled`."""
         pull = UcxPull(peer.name, ticket, dest, progress)
         advertised = peer.transports.get(self.name, "")
-        address = _parse_address(advertised)
-        if self._closed or address is None:
-            why = "the transport is closed" if self._closed else f"no ucx address: {advertised!r}"
-            pull.finish(TransportError(f"{peer.name}: {why}"))
+        address = parse_address(advertised)
+        why = "the transport is closed" if self._closed else self._problem
+        if why or address is None:
+            pull.finish(TransportError(f"{peer.name}: {why or f'no ucx address: {advertised!r}'}"))
             return pull
-        self._pulls.add(pull)
-        pull.settled.add_done_callback(lambda _: self._pulls.discard(pull))
         engine = self._running_engine()
         idle = self._idle
         assert idle is not None
         arrival = Arrival(engine, idle, pull, (peer.name, peer.incarnation, address))
-        pull.abandoned = lambda: engine.call(partial(arrival.stop, TransportError("abandoned")))
+        pull.stop = lambda: engine.call(partial(arrival.stop, TransportError("abandoned")))
         if not engine.call(arrival.begin):
             pull.finish(TransportError(f"ucx does not run: {engine.error}"))
         return pull
@@ -123,14 +120,14 @@ class UcxTransport:
         if engine is None:
             return
         engine.close()
-        await _join(engine.thread)
+        await join([engine.thread])
 
     def description(self) -> dict[str, Any]:
         """For `status` and `doctor`: versions, the library loaded, and what it can use."""
         reason = ucx_available()
         if reason is not None:
             return {"available": False, "reason": reason}
-        ucx, _ = import_ucx()
+        ucx = import_ucx()
         info = self._engine.info if self._engine is not None else ""
         return {
             "available": True,
@@ -142,10 +139,8 @@ class UcxTransport:
         }
 
     def _settings(self) -> Mapping[str, str]:
-        wanted = dict(SETTINGS)
-        if self._devices:
-            wanted["NET_DEVICES"] = self._devices
-        return {name: value for name, value in wanted.items() if f"UCX_{name}" not in _USERS_ENVIRONMENT}
+        chosen = {name: value for name, value in SETTINGS.items() if f"UCX_{name}" not in _USERS_ENVIRONMENT}
+        return {**chosen, "NET_DEVICES": self._devices}
 
     def _running_engine(self) -> Engine:
         if self._engine is None:
@@ -162,59 +157,34 @@ class UcxTransport:
                 raise engine.error
             raise ConfigError(f"{where}: {engine.error or 'closed'}")
         reception = Reception(engine, tickets, self._connections_max)
-
-        def on_request(connection: int) -> None:
-            engine.call(partial(reception.accept, connection))  # not inside UCX's callback
-
         try:
-            engine.listener = engine.ucx.UCXListener.create(engine.worker, self._port, on_request)
-        except (engine.ucx.UCXError, OverflowError, RuntimeError) as exc:
+            return engine.listen(self._host, self._port, reception.accept)
+        except UcpError as exc:
             raise ConfigError(f"{where}: {exc}") from exc
-        return engine.listener.port
 
 
 _USERS_ENVIRONMENT = frozenset(os.environ)
 """Taken before ucxx is imported, since that sets some of UCX's variables itself."""
 
 
-async def _join(thread: threading.Thread) -> None:
-    """Join without blocking the loop, and without a thread that the loop's executor would keep."""
-    loop = asyncio.get_running_loop()
-    joined = loop.create_future()
-
-    def wait() -> None:
-        thread.join()
-        loop.call_soon_threadsafe(lambda: joined.done() or joined.set_result(None))
-
-    waiter = threading.Thread(target=wait, name="p2pcache-ucx-join", daemon=True)
-    waiter.start()
-    await joined
-    waiter.join()
-
-
-def _check_host(host: str) -> None:
+def _problem_with(host: str, devices: str) -> str:
+    """Why UCX cannot listen on `host` alone, or nothing."""
     try:
-        wildcard = ipaddress.IPv4Address(host).is_unspecified
-    except ValueError as exc:
-        raise ConfigError(f"the ucx transport needs an IPv4 address, not {host!r}") from exc
-    if wildcard:
-        raise ConfigError(f"the ucx transport cannot advertise the wildcard {host}")
-
-
-def _parse_address(text: str) -> Address | None:
-    host, _, port = text.rpartition(":")
-    try:
-        ipaddress.IPv4Address(host)
-    except ValueError:
-        return None
-    valid_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65_536
-    return (host, int(port)) if valid_port else None
+        check_host(host)
+    except ConfigError as exc:
+        return str(exc)
+    if ":" in host:
+        return f"the ucx transport listens on IPv4 only, not on {host}"
+    if not devices:
+        # UCX binds to an interface's first IPv4 address, and without devices to those of them all.
+        return f"{host} is not the first IPv4 address of an interface, which is where UCX would listen"
+    return ""
 
 
 def _devices_of(host: str) -> str:
     """UCX's names of what reaches `host`'s network: its interface, and RDMA ports behind that.
 
-    Empty, which leaves the choice to UCX, where no interface has `host` as its first address.
+    Empty where no interface has `host` as its first address.
     """
     interface = _interface_of(host)
     if not interface:

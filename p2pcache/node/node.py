@@ -33,7 +33,6 @@ from p2pcache.types import (
     ExactKey,
     Found,
     Holder,
-    InvariantError,
     Match,
     Miss,
     RemoteError,
@@ -226,7 +225,9 @@ class Node:
         if owner == self.name:
             return self.shard.lookup(contents)
         self.counters["lookup_rpcs"] += 1
-        peer = self.view.members[owner]
+        peer = self.view.members.get(owner)
+        if peer is None:  # it left while we were getting here
+            return Miss.OWNER_UNREACHABLE
         # Half of what is left, so that a silent first owner leaves time for the second.
         by_s = self._loop.time() + (deadline_s - self._loop.time()) / 2
         try:
@@ -299,7 +300,7 @@ class Node:
                 slot, tier = got
                 if slot.nbytes != body.nbytes:
                     self.residency.tier.release(slot)
-                    raise InvariantError("two bodies of different length share an exact key")
+                    return Grant(None, source, peer, transport, Miss.LAYOUT)
                 if tier is Tier.NVME and source is Source.LOCAL:
                     source = Source.NVME
                     self.costs.rate("nvme").observe(body.nbytes, self._loop.time() - started_s)

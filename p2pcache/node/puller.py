@@ -26,6 +26,7 @@ from p2pcache.node.residency import Residency
 from p2pcache.types import BodyInfo, DeadlineExceeded, Holder, Miss, RemoteError, TierFull
 
 HOLDERS_TRIED_MAX = 4
+_MISSES = {miss.value: miss for miss in Miss}
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,7 @@ class Puller:
         async with asyncio.timeout_at(deadline_s):
             status, lease = await answer
         if status != "ok":
-            return Miss(status) if status in Miss else Miss.HOLDER_GONE
+            return _MISSES.get(status, Miss.HOLDER_GONE)
         token, offset, nbytes, generation, checksums, meta = lease
         if nbytes != body.nbytes or not checksums or nbytes % len(checksums):
             self._close(peer, token)

@@ -44,6 +44,7 @@ class Residency:
         self._demote_above_bytes = int(config.demote_above * self.tier.capacity_bytes)
         self._promoting: dict[ExactKey, asyncio.Future[None]] = {}
         self._demoting: asyncio.Task | None = None
+        self._demotions: set[asyncio.Future[None]] = set()  # writes to the NVMe tier under way
         self.on_held: Callable[[BodyInfo, Tier], None] = lambda body, tier: None
         self.on_gone: Callable[[BodyInfo], None] = lambda body: None
 
@@ -85,6 +86,9 @@ class Residency:
         """A slot to write `body` into, evicting what is cold. Raises TierFull."""
         while (slot := self.tier.reserve(body, owner)) is None:
             victim = self.tier.victim(self._clock())
+            if victim is None and self._demotions:  # leases of our own, which end soon
+                await asyncio.wait(self._demotions, return_when=asyncio.FIRST_COMPLETED)
+                continue
             if victim is None:
                 raise TierFull(
                     f"no room for {body.nbytes:,} bytes: all of the {self.tier.capacity_bytes:,} bytes of the"
@@ -128,10 +132,13 @@ class Residency:
     async def forget(self, exact: ExactKey) -> None:
         """Drop a body from this node as far as nobody reads it; what stays is evicted in its time."""
         slot = self.tier.get(exact)
+        record = self._nvme.lookup(exact) if self._nvme is not None else None
         if slot is not None and not slot.leases:
             self.on_gone(slot.body)
             self.tier.evict(slot)
-        if self._nvme is not None:
+        elif slot is None and record is not None:
+            self.on_gone(record.body)
+        if self._nvme is not None and record is not None:
             await self._nvme.drop(exact)
 
     # -- down ------------------------------------------------------------------------------------
@@ -156,6 +163,8 @@ class Residency:
         """Copy one body to the NVMe tier; where that fails the body is only less well kept."""
         assert self._nvme is not None
         record = Record(slot.body, slot.checksums, slot.meta)
+        written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._demotions.add(written)
         slot.leases += 1  # ours, for the time of the write; it is no use and leaves the order alone
         try:
             for gone in await self._nvme.make_room(record):
@@ -168,6 +177,8 @@ class Residency:
             _log.warning("a body was not demoted: %s", error)
         finally:
             self.tier.release(slot)
+            self._demotions.discard(written)
+            written.set_result(None)
 
     # -- up --------------------------------------------------------------------------------------
 

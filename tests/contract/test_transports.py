@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import gc
 import json
+import os
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -155,9 +160,9 @@ def test_wrong_length_is_refused(sending: Kind) -> None:
     run(case)
 
 
-def test_destination_must_fit(sending: Kind) -> None:
+def test_destination_must_fit(kind: Kind) -> None:
     async def case() -> None:
-        async with mesh(sending, 4096) as m:
+        async with mesh(kind, 4096) as m:
             for dest in (bytearray(4095), bytes(4096)):
                 with pytest.raises(InvariantError):
                     m.reader.pull(m.member, m.tickets.grant(4096), memoryview(dest), lambda _: None)
@@ -218,7 +223,7 @@ def test_abandon_in_mid_transfer_leaves_the_destination_alone(kind: Kind) -> Non
                 await asyncio.sleep(0.1)
                 assert (window == POISON).all()
             assert len(watched.told) == told
-            await m.tickets.until_balanced(begins_min=1)
+            await m.tickets.until_balanced(begins_min=1 if kind.holder_sends else 0)
             await check_works(m)
 
     run(case)
@@ -293,7 +298,7 @@ def test_holder_restarts_on_the_same_port(sending: Kind, same_incarnation: bool)
             await check_works(m)
             port = int(m.member.transports[sending.name].rpartition(":")[2])
             await m.holder.close()
-            m.holder, restarted = await sending.serve(m.memory, m.tickets, port)
+            m.holder, restarted = await sending.serve(m.source, m.tickets, port)
             if not same_incarnation:
                 m.member = restarted
             await check_works(m)
@@ -383,14 +388,104 @@ def test_strangers_garbage_harms_nobody(sending: Kind) -> None:
     run(case)
 
 
+def test_listens_on_its_host_alone(sending: Kind) -> None:
+    async def case() -> None:
+        before = listening()
+        async with mesh(sending, 4096) as m:
+            await check_works(m, 4096)  # the reader may open ports of its own
+            opened = listening() - before
+            assert m.member.transports[sending.name] in opened
+            assert {address.rpartition(":")[0] for address in opened} == {"127.0.0.1"}
+
+    run(case)
+
+
+def listening() -> set[str]:
+    """What this process listens on, by the kernel's own tables."""
+    inodes = set()
+    for fd in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists them
+            inodes.add(os.readlink(fd))
+    found = set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in inodes:
+                host, port = local.split(":")
+                words = struct.unpack(f">{len(host) // 8}I", bytes.fromhex(host))
+                packed = struct.pack(f"={len(words)}I", *words)  # printed as numbers of this machine
+                found.add(f"{socket.inet_ntop(family, packed)}:{int(port, 16)}")
+    return found
+
+
 def test_port_taken_is_the_users_fault(sending: Kind) -> None:
     async def case() -> None:
         async with mesh(sending, 16) as m:
             host, _, port = m.member.transports[sending.name].rpartition(":")
             with pytest.raises(ConfigError, match=f"{host}.*{port}"):
-                await sending.serve(m.memory, m.tickets, int(port))
+                await sending.serve(m.source, m.tickets, int(port))
 
     run(case)
+
+
+# One kind's own.
+
+
+def test_shm_ticket_outside_the_slab_is_gone() -> None:
+    async def case() -> None:
+        async with mesh(KINDS["shm"], 8192) as m:
+            watched = start(m, Ticket(TOKEN, 8000, 4096, 1, ()))
+            assert isinstance(await watched.done(), TicketGone)
+            await watched.settled()
+            await check_works(m, 4096)
+
+    run(case)
+
+
+def test_shm_another_incarnation_is_refused() -> None:
+    async def case() -> None:
+        async with mesh(KINDS["shm"], 4096) as m:
+            await check_works(m, 4096)
+            current, m.member = m.member, member("shm", m.member.transports["shm"])
+            watched = start(m, m.tickets.grant(4096))
+            assert isinstance(await watched.done(), TransportError)
+            await watched.settled()
+            m.member = current
+            await check_works(m, 4096)
+
+    run(case)
+
+
+def test_shm_lets_go_of_the_slab_of_a_peer_that_has_gone() -> None:
+    async def case() -> None:
+        with child("holder", "shm", MIB, 0) as holder:
+            peer = Member.from_wire(holder.answer())
+            reader = KINDS["shm"].reader()
+            ticket = Ticket(TOKEN, 0, MIB, 1, ())
+            assert await Watched(reader, peer, ticket).done() is None
+            assert mapped_slabs() == 1
+            holder.kill()
+            async with asyncio.timeout(5):
+                while mapped_slabs():
+                    await asyncio.sleep(0.01)
+            assert isinstance(await Watched(reader, peer, ticket).done(), TransportError)
+            await reader.close()
+
+    def mapped_slabs() -> int:
+        gc.collect()
+        with open("/proc/self/maps") as file:
+            return sum("p2pcache-slab" in line for line in file)
+
+    run(case)
+
+
+def test_shm_is_for_one_host() -> None:
+    here = member("shm", "/somewhere")
+    reader = KINDS["shm"].reader()
+    assert reader.reaches(here)
+    assert not reader.reaches(dataclasses.replace(here, boot_id="another"))
+    assert not reader.reaches(dataclasses.replace(here, boot_id=""))
+    assert not reader.reaches(dataclasses.replace(here, transports={}))
 
 
 def test_tcp_drops_the_longest_idle_when_full() -> None:
@@ -476,6 +571,44 @@ def test_ucx_thread_that_fails_ends_its_pulls(ucx: Kind, monkeypatch: pytest.Mon
                 await m.reader.start(m.tickets)
 
     run(case)
+
+
+@pytest.mark.ucx
+def test_ucx_ports_of_its_own_survive_garbage(ucx: Kind) -> None:
+    async def case() -> None:
+        before = listening()
+        async with mesh(ucx, 100_000) as m:
+            await check_works(m)
+            for address in listening() - before:
+                for message in (b"", b"GET / HTTP/1.1\r\n\r\n", bytes(4096), b"P2PK\1" * 999):
+                    host, _, port = address.rpartition(":")
+                    with socket.create_connection((host, int(port))) as stranger:
+                        with contextlib.suppress(ConnectionError):
+                            stranger.sendall(message)
+                    await check_works(m)
+
+    run(case)
+
+
+@pytest.mark.ucx
+def test_ucx_readers_come_and_go(ucx: Kind) -> None:
+    async def case() -> None:
+        async with mesh(ucx, 4096) as m:
+            for count in range(100):
+                await check_works(m, 4096)
+                await m.reader.close()
+                m.reader = ucx.reader()
+                if count == 10:
+                    settled_fds = len(os.listdir("/proc/self/fd"))
+            assert len(os.listdir("/proc/self/fd")) < settled_fds + 20
+
+    run(case)
+
+
+def test_ucx_refuses_what_it_cannot_listen_on_alone() -> None:
+    for host in ("0.0.0.0", "::", "localhost", "192.0.2.1", "127.0.0.9"):
+        with pytest.raises(ConfigError, match=host):
+            run(UcxTransport(host).start, None)
 
 
 @pytest.mark.ucx

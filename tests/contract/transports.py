@@ -13,17 +13,23 @@ import json
 import mmap
 import os
 import secrets
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 
 from p2pcache.core.membership import Member
+from p2pcache.io.engine_socket import EngineSocket
 from p2pcache.io.ports import Pull, Ticket, Transport
+from p2pcache.io.slab import HostSlab
+from p2pcache.io.transport_shm import ShmTransport
 from p2pcache.io.transport_tcp import TcpTransport
 from p2pcache.io.transport_ucx import UcxTransport, ucx_available
 
@@ -74,40 +80,111 @@ class FakeTickets:
         assert await asyncio.to_thread(wait), f"{self.begins} begins, {self.ends} ends"
 
 
+class Memory:
+    """What a holder serves bodies from; sparse until it is written to."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.view = memoryview(mmap.mmap(-1, max(nbytes, 1)))
+
+    def close(self) -> None:
+        pass
+
+
+class SlabMemory:
+    """A real slab, which takes its memory at once."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.slab = HostSlab(max(nbytes, 1))
+        self.view = self.slab.view(0, nbytes)
+
+    def close(self) -> None:
+        self.slab.close()
+
+
+class Holder(Protocol):
+    """A `Transport` that was started, or what takes its place."""
+
+    async def close(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Kind:
     """One implementation under test.
 
-    serve(memory, tickets, port): a started holder and how it is known; port 0 is any.
-    reader(): a transport that only pulls. unavailable(): why it cannot be tested here, or None.
+    memory(nbytes): what to serve. serve(memory, tickets, port): a started holder and how it is
+    known; port 0 is any. reader(): a transport that only pulls. unavailable(): why it cannot be
+    tested here, or None.
     holder_sends: False where the reader maps the memory itself, so that neither the holder's
     tickets nor its death matter to a pull under way.
     """
 
     name: str
-    serve: Callable[[mmap.mmap, FakeTickets, int], Awaitable[tuple[Transport, Member]]]
+    serve: Callable[[Any, FakeTickets, int], Awaitable[tuple[Holder, Member]]]
     reader: Callable[[], Transport]
     unavailable: Callable[[], str | None] = lambda: None
-    memory: Callable[[int], mmap.mmap] = lambda nbytes: mmap.mmap(-1, max(nbytes, 1))
+    memory: Callable[[int], Memory | SlabMemory] = Memory
     holder_sends: bool = True
     marks: tuple = ()
 
 
+BOOT_ID = "the kernel of the tests"
+
+
 def member(name: str, address: str) -> Member:
-    return Member("holder", secrets.randbits(63), control="", transports={name: address})
+    return Member("holder", secrets.randbits(63), "", BOOT_ID, {name: address})
 
 
-async def _serve_tcp(memory: mmap.mmap, tickets: FakeTickets, port: int) -> tuple[Transport, Member]:
+async def _serve_tcp(memory: Memory, tickets: FakeTickets, port: int) -> tuple[Holder, Member]:
     transport = TcpTransport("127.0.0.1", port)
     return transport, member("tcp", await transport.start(tickets))
 
 
-async def _serve_ucx(memory: mmap.mmap, tickets: FakeTickets, port: int) -> tuple[Transport, Member]:
+async def _serve_ucx(memory: Memory, tickets: FakeTickets, port: int) -> tuple[Holder, Member]:
     transport = UcxTransport("127.0.0.1", port)
     return transport, member("ucx", await transport.start(tickets))
 
 
+class ShmHolder:
+    """The part that a node plays in `shm`: it hands out its slab."""
+
+    def __init__(self, slab: HostSlab) -> None:
+        self._slab = slab
+        self._folder = tempfile.mkdtemp(prefix="p2pcache-")
+        self._socket = EngineSocket(f"{self._folder}/socket", slab)
+
+    async def start(self, tickets: FakeTickets) -> Member:
+        address = await ShmTransport(self._socket.path, BOOT_ID).start(tickets)
+        self.member = member("shm", address)
+        await self._socket.start(self)
+        return self.member
+
+    async def close(self) -> None:
+        await self._socket.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # `EngineHandler`; peers ask for nothing but the slab.
+
+    def attach_reply(self) -> dict[str, Any]:
+        known_as = self.member.to_wire()
+        return {"member": known_as, "nonce": self._slab.nonce, "slab_bytes": self._slab.nbytes}
+
+    def open_session(self) -> Any:
+        raise NotImplementedError
+
+    def end_session(self, session: Any) -> None:
+        raise NotImplementedError
+
+    async def handle(self, session: Any, op: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+
+async def _serve_shm(memory: SlabMemory, tickets: FakeTickets, port: int) -> tuple[Holder, Member]:
+    holder = ShmHolder(memory.slab)
+    return holder, await holder.start(tickets)
+
+
 KINDS: dict[str, Kind] = {
+    "shm": Kind("shm", _serve_shm, lambda: ShmTransport("", BOOT_ID), memory=SlabMemory, holder_sends=False),
     "tcp": Kind("tcp", _serve_tcp, lambda: TcpTransport("127.0.0.1")),
     "ucx": Kind(
         "ucx", _serve_ucx, lambda: UcxTransport("127.0.0.1"), ucx_available, marks=(pytest.mark.ucx,)
@@ -120,12 +197,15 @@ class Mesh:
     """One holder and one reader."""
 
     kind: Kind
-    memory: mmap.mmap
+    source: Memory | SlabMemory
     tickets: FakeTickets
-    holder: Transport
+    holder: Holder
     member: Member
     reader: Transport
-    dests: list[memoryview] = field(default_factory=list)
+
+    @property
+    def memory(self) -> memoryview:
+        return self.source.view
 
 
 @contextlib.asynccontextmanager
@@ -135,17 +215,18 @@ async def mesh(kind: Kind, nbytes: int, fill: bool = True) -> AsyncIterator[Mesh
     fill: random bytes; else the memory stays sparse, and a large body costs nothing.
     """
     before = set(threading.enumerate())
-    memory = kind.memory(nbytes)
+    source = kind.memory(nbytes)
     if fill:
-        memory[:nbytes] = os.urandom(nbytes)
-    tickets = FakeTickets(memoryview(memory))
-    holder, known_as = await kind.serve(memory, tickets, 0)
-    made = Mesh(kind, memory, tickets, holder, known_as, kind.reader())
+        source.view[:nbytes] = os.urandom(nbytes)
+    tickets = FakeTickets(source.view)
+    holder, known_as = await kind.serve(source, tickets, 0)
+    made = Mesh(kind, source, tickets, holder, known_as, kind.reader())
     try:
         yield made
     finally:
         await made.reader.close()
         await made.holder.close()
+        source.close()
     assert tickets.begins == tickets.ends
     left = [t for t in set(threading.enumerate()) - before if not t.name.startswith("asyncio_")]
     assert not left, f"threads left behind: {left}"
@@ -258,7 +339,7 @@ TOKEN = b"the only ticket!"
 
 async def _be_holder(kind: Kind, nbytes: int, port: int) -> None:
     memory = kind.memory(nbytes)
-    tickets = FakeTickets(memoryview(memory))
+    tickets = FakeTickets(memory.view)
     tickets.grant(nbytes, token=TOKEN)
     _, known_as = await kind.serve(memory, tickets, port)
     print(json.dumps(known_as.to_wire()), flush=True)

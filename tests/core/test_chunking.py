@@ -235,6 +235,7 @@ def test_native_takes_contiguous_uint32_only(tokens) -> None:
         (lambda: SegmentChunker((-1, 4)), "ascending offsets"),
         (lambda: SegmentChunker((1.5,)), "token offset, not 1.5"),
         (lambda: ContentChunker(min_tokens=0), "min_tokens must be a whole number"),
+        (lambda: ContentChunker(average_tokens=256.5), "average_tokens must be a whole number"),
         (lambda: ContentChunker(min_tokens=300), "min_tokens < average_tokens < max_tokens"),
         (lambda: ContentChunker(average_tokens=2000), "min_tokens < average_tokens < max_tokens"),
     ],

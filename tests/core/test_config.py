@@ -157,4 +157,4 @@ def test_a_changed_config_is_checked_again():
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(NodeConfig)])
 def test_every_setting_is_explained_beside_it(field: str):
     line = re.search(rf"^    {field}: .*$", inspect.getsource(NodeConfig), re.MULTILINE).group()
-    assert re.search(r"#\s*\S{1,}.{4,}$", line), f"{field} has no comment"
+    assert re.search(r"# \S.{4,}$", line), f"{field} has no comment"

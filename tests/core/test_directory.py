@@ -127,14 +127,18 @@ TestDirectory = DirectoryMachine.TestCase
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_order_of_arrival_ends_in_the_state_of_the_highest_number(data):
-    kinds = st.tuples(st.sampled_from("ab"), st.integers(1, 2), st.sampled_from(BODIES), st.none() | st.just(Tier.HOST))
+    kinds = st.tuples(
+        st.sampled_from("ab"), st.integers(1, 2), st.sampled_from(BODIES), st.none() | st.just(Tier.HOST)
+    )
     hints = [Hint(*kind, seq) for seq, kind in enumerate(data.draw(st.lists(kinds, max_size=10)), 1)]
     delivered = data.draw(st.permutations(hints + hints[::2]))
     directory = make()
     for hint in delivered:
         hint.arrive(directory, 0.0)
     last = {(h.node, h.incarnation, h.body.exact): h for h in hints}
-    expected = {(h.body.exact, Holder(h.node, h.incarnation, h.tier)) for h in last.values() if h.tier is not None}
+    expected = {
+        (h.body.exact, Holder(h.node, h.incarnation, h.tier)) for h in last.values() if h.tier is not None
+    }
     assert set().union(*(holdings(directory.lookup(c, 0.0, anyone)) for c in CONTENTS)) == expected
 
 
@@ -166,7 +170,9 @@ def test_an_entry_lives_as_long_as_it_is_published_again():
 
 def test_the_bodies_of_one_key_are_bounded_and_the_live_ones_stay():
     directory = make()
-    bodies = [BodyInfo(CONTENTS[0], ExactKey(bytes([i]) * 16), 16, 4096) for i in range(BODIES_PER_KEY_MAX + 1)]
+    bodies = [
+        BodyInfo(CONTENTS[0], ExactKey(bytes([i]) * 16), 16, 4096) for i in range(BODIES_PER_KEY_MAX + 1)
+    ]
     for seq, one in enumerate(bodies, 1):
         accepted = Hint("a", 1, one, Tier.HOST, seq).arrive(directory, 0.0)
         assert accepted == (one is not bodies[-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -91,10 +92,9 @@ VARIANTS = {
 
 
 def test_every_field_makes_another_key():
-    assert {f.name for f in dataclasses.fields(Namespace)} <= {
-        f.name for f in dataclasses.fields(Namespace) for n in VARIANTS.values()
-        if getattr(n, f.name) != getattr(BASE, f.name)
-    }
+    for field in dataclasses.fields(Namespace):
+        varied = {repr(getattr(namespace, field.name)) for namespace in VARIANTS.values()}
+        assert len(varied) > 1, f"{field.name} needs a variant"
     keys = {namespace.key() for namespace in VARIANTS.values()}
     assert len(keys) == len(VARIANTS)
 
@@ -118,11 +118,11 @@ def test_keys_of_version_1_stay_what_they_are():
     """Bodies on disk are found by these. Where this fails on purpose, KEY_VERSION must change too."""
     full = dataclasses.replace(BASE, rope=b"r", adapter="a", tenant=hash_salt("t"), extras=(("s", b"v"),))
     first, second = chunk_keys(full.key(), np.arange(10, dtype=np.uint32), [(0, 6), (6, 10)])
-    plain = chunk_keys(full.key(), np.arange(10, dtype=np.uint32), [(0, 6)], extras=[b"image"])[0]
-    assert full.key().hex() == "NAMESPACE_GOLDEN"
-    assert first.content.hex() == "FIRST_GOLDEN"
-    assert second.exact.hex() == "SECOND_GOLDEN"
-    assert plain.content.hex() == "PLAIN_GOLDEN"
+    image = chunk_keys(full.key(), np.arange(10, dtype=np.uint32), [(0, 6)], extras=[b"image"])[0]
+    assert full.key().hex() == "cddb85b2723971a9c752c22a99841e3e08d299ee6c4199f4ca0c42e0be78f8d8"
+    assert first.content.hex() == "9df40bbc14bbe7b1259deb80d3e3ca86"
+    assert second.exact.hex() == "4a4162a29c36abd91b97c02fdbdca289"
+    assert image.content.hex() == "d44c0e3e9bcb4f162bf424f31b051dc0"
 
 
 def test_equal_in_another_process_under_another_hash_seed():
@@ -133,7 +133,8 @@ def test_equal_in_another_process_under_another_hash_seed():
         "n = Namespace('m', 'w', KVLayout(2, 3, 4, 'float32'), b'r', 1, 2, 0, 1, 'a', b't',"
         " (('x', b'1'), ('y', b'2')))\n"
         "c = chunk_keys(n.key(), np.arange(9, dtype=np.uint32), [(0, 4), (4, 9)])\n"
-        "print(n.key().hex(), [(k.digest.hex(), k.exact.hex()) for k in c], named_key(n.key(), 'q', 3).hex())\n"
+        "print(n.key().hex(), [(k.digest.hex(), k.exact.hex()) for k in c])\n"
+        "print(named_key(n.key(), 'q', 3).hex())\n"
     )
     root = str(Path(sys.modules["p2pcache"].__file__).parents[1])
     outputs = {
@@ -177,6 +178,36 @@ def test_a_damaged_description_is_refused_or_names_another_namespace(namespace: 
         return
     assert read != dataclasses.replace(namespace, tenant=None) or bytes(raw) == namespace.describe()
     assert read.describe() == bytes(raw), "a description has one form, so nothing in it was overlooked"
+
+
+def field(tag: int, value: bytes) -> bytes:
+    return struct.pack(">HI", tag, len(value)) + value
+
+
+WHOLE = dataclasses.replace(BASE, extras=(("s", b"v"),)).describe()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        WHOLE + field(15, b"unknown"),
+        WHOLE + field(2, b"SmolLM2"),
+        WHOLE + field(13, b"a tenant"),
+        WHOLE + field(14, b""),
+        WHOLE + field(14, b"\0\0\0\1s\0\0\0\1v"),
+        WHOLE.replace(b"L2THD", b"2LTHD"),
+        WHOLE.replace(field(5, bytes([0] * 7 + [30])), field(5, b"\x1e")),
+        WHOLE.replace(b"\0\0\0\1v", b"\0\0\0\2v"),
+        WHOLE.replace(field(1, bytes([0] * 7 + [1])), field(1, bytes([0] * 7 + [2]))),
+        WHOLE.replace(field(2, b"SmolLM2"), field(2, b"\xff")),
+        WHOLE.replace(field(2, b"SmolLM2"), b""),
+    ],
+)
+def test_a_description_has_one_form(raw: bytes):
+    assert raw != WHOLE
+    with pytest.raises(ConfigError):
+        Namespace.from_description(raw)
 
 
 @settings(max_examples=200, deadline=None)
@@ -236,7 +267,7 @@ def test_content_depends_on_the_chunk_alone_and_exact_on_all_before(prompt, befo
     )[1:]
     assert [k.content for k in plain] == [k.content for k in moved]
     assert [k.digest for k in plain] == [k.digest for k in moved]
-    assert not {k.exact for k in plain} & {k.exact for k in moved}
+    assert all(a.exact != b.exact for a, b in zip(plain, moved, strict=True))
 
 
 @settings(max_examples=80, deadline=None)
@@ -266,7 +297,9 @@ def test_another_namespace_shares_no_key():
     tokens, spans = np.arange(8, dtype=np.uint32), [(0, 4), (4, 8)]
     ours = chunk_keys(KEY, tokens, spans)
     theirs = chunk_keys(VARIANTS["dtype"].key(), tokens, spans)
-    assert not {k for c in ours for k in (c.content, c.exact)} & {k for c in theirs for k in (c.content, c.exact)}
+    assert not {k for c in ours for k in (c.content, c.exact)} & {
+        k for c in theirs for k in (c.content, c.exact)
+    }
 
 
 def naming(tokens: list[int], extra: bytes) -> bytes:

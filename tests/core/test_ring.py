@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,13 @@ from p2pcache.core.ring import SLOTS, Ring, slot_of
 from p2pcache.types import ContentKey
 
 member_names = st.sets(st.text(st.characters(codec="utf-8"), max_size=5), min_size=1, max_size=9)
-# A key of every fifth slot: 5 and 16,384 share no factor, so no bit of the slot is left out.
-KEYS = [ContentKey((slot << 2).to_bytes(2, "big") + bytes(14)) for slot in range(0, SLOTS, 5)]
+
+
+def key_of(slot: int) -> ContentKey:
+    return ContentKey((slot << 2).to_bytes(2, "big") + bytes(14))
+
+
+KEYS = [key_of(slot) for slot in range(0, SLOTS, 5)]
 
 
 def names(count: int) -> list[str]:
@@ -60,12 +66,20 @@ def test_a_join_wins_a_fair_share():
     assert 0.9 < won / (2 / 17) < 1.1
 
 
-def test_peak_load_stays_within_a_tenth_of_the_average_at_64_nodes():
-    share = Ring(names(64)).share()
-    peak = max(share.values())
-    print(f"\npeak / average first ownership at 64 nodes: {peak:.3f}")
-    assert sum(share.values()) == pytest.approx(64)
-    assert peak <= 1.1
+def test_load_is_balanced_at_64_nodes():
+    """Entries lie with both owners, the first of which is asked.
+
+    16,384 slots over 64 nodes leave a standard deviation of 6.3 % (first owners) and 4.4 % (both) to
+    *any* hash, so the peaks below are chance and no fault of the scores.
+    """
+    ring = Ring(names(64))
+    owned = Counter(name for slot in range(SLOTS) for name in ring.owners(key_of(slot)))
+    entries = max(owned.values()) * 64 / owned.total()
+    asked = max(ring.share().values())
+    print(f"\npeak / average at 64 nodes: entries {entries:.3f}, first asked {asked:.3f}")
+    assert sum(ring.share().values()) == pytest.approx(64)
+    assert entries <= 1.1
+    assert asked <= 1.2
 
 
 def test_weights_are_honoured():

@@ -207,6 +207,14 @@ def test_a_quarantined_slot_is_not_reused_until_it_is_released():
     assert tier.reserve(body(2), "writer").offset == slot.offset
 
 
+def test_a_small_body_does_not_break_up_a_large_gap():
+    tier = HostTier(8 * ALIGN_BYTES)
+    large, _, small, _ = [filled(tier, i, n * ALIGN_BYTES) for i, n in enumerate((4, 1, 1, 1))]
+    tier.evict(large), tier.evict(small)
+    assert tier.reserve(body(5), "writer").offset in (small.offset, 7 * ALIGN_BYTES)
+    assert tier.reserve(body(6, 4 * ALIGN_BYTES), "writer") is not None
+
+
 def test_a_remembered_offset_is_refused_once_its_slot_is_reused():
     tier = HostTier(ALIGN_BYTES)
     old = filled(tier, 1)

@@ -72,7 +72,10 @@ SAMPLES = {
     "attach": (record(role=text), record(member=member, nonce=token, slab_bytes=u63)),
     "lookup": (
         record(
-            chunks=lists(row(key, key)), content_reuse=st.booleans(), everywhere=st.booleans(), deadline_s=seconds
+            chunks=lists(row(key, key)),
+            content_reuse=st.booleans(),
+            everywhere=st.booleans(),
+            deadline_s=seconds,
         ),
         record(answers=lists(answer)),
     ),
