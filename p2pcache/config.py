@@ -21,6 +21,9 @@ ENV_PREFIX = "P2PCACHE_"
 TRANSPORTS = ("shm", "ucx", "tcp")
 GIB = 1 << 30
 MIB = 1 << 20
+_PAGE_BYTES = 4096
+NVME_SEGMENTS_MAX = 512  # one open file each
+_ABOVE_ZERO = ("pulls_in_flight_max", "pull_bytes_in_flight_max", "serve_bytes_in_flight_max", "client_leases_max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +39,7 @@ class NodeConfig:
     host_bytes_max: int = 1 * GIB  # host tier: the slab, hard cap
     nvme_path: str = ""  # folder of the NVMe tier; empty: no such tier
     nvme_bytes_max: int = 4 * GIB  # NVMe tier, hard cap, preallocated
-    nvme_segment_bytes: int = 64 * MIB  # unit of reclaim; no body is larger
+    nvme_segment_bytes: int = 0  # unit of reclaim; no body is larger. 0: 64 MiB, more for a large tier
     demote_above: float = 0.75  # share of the host tier taken, above which cold bodies go to NVMe
 
     transports: tuple[str, ...] = TRANSPORTS  # in order of preference
@@ -44,6 +47,8 @@ class NodeConfig:
     pulls_in_flight_max: int = 8  # bodies under way to this node at once
     pull_bytes_in_flight_max: int = 256 * MIB  # and their bytes; a larger body comes alone
     serve_bytes_in_flight_max: int = 512 * MIB  # leased to remote readers at once; above: busy
+    silent_after_s: float = 0.5  # a peer that let a deadline of at least this pass ...
+    silent_retry_s: float = 5.0  # ... is not asked again for so long
     transport_retry_s: float = 30.0  # a transport that failed with a peer is left alone so long
 
     lookup_timeout_s: float = 0.25  # default budget of a lookup
@@ -80,11 +85,28 @@ class NodeConfig:
             raise ConfigError(f"demote_above is a share from 0 to 1, not {self.demote_above}")
         if self.control_port > 65_535:
             raise ConfigError(f"control_port {self.control_port} is no port")
-        if self.nvme_path and self.nvme_bytes_max < 2 * self.nvme_segment_bytes:
+        if self.nvme_path and self.nvme_bytes_max < 2 * self.segment_bytes:
             raise ConfigError(
                 f"nvme_bytes_max ({self.nvme_bytes_max:,}) must hold at least two segments of"
-                f" nvme_segment_bytes ({self.nvme_segment_bytes:,})"
+                f" {self.segment_bytes:,} bytes (nvme_segment_bytes)"
             )
+        if self.segment_bytes * NVME_SEGMENTS_MAX < self.nvme_bytes_max:
+            raise ConfigError(
+                f"nvme_bytes_max ({self.nvme_bytes_max:,}) is over {NVME_SEGMENTS_MAX} segments of"
+                f" {self.segment_bytes:,} bytes: raise nvme_segment_bytes, or leave it 0"
+            )
+        for name in _ABOVE_ZERO:
+            if not getattr(self, name):
+                raise ConfigError(f"{name} must be above 0")
+
+    @property
+    def segment_bytes(self) -> int:
+        """The NVMe tier's segment size, chosen where the user did not; whole pages."""
+        if self.nvme_segment_bytes:
+            return self.nvme_segment_bytes
+        largest = min(64 * MIB, self.nvme_bytes_max // 2) // _PAGE_BYTES * _PAGE_BYTES
+        smallest = -(-self.nvme_bytes_max // NVME_SEGMENTS_MAX // _PAGE_BYTES) * _PAGE_BYTES
+        return max(largest, smallest)
 
     def _check_transports(self) -> None:
         for names in (self.transports, *self.transports_by_peer.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -33,9 +34,22 @@ def find_socket(given: str | None = None) -> str:
 
 
 def sockets_here() -> list[str]:
-    """Engine sockets in this user's runtime folder; one of a node that was killed may be among them."""
+    """Engine sockets in this user's runtime folder that somebody listens on, by name."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"p2pcache-{os.geteuid()}"
-    return sorted(str(p) for p in folder.glob("*.sock"))
+    return sorted(str(p) for p in folder.glob("*.sock") if _listens(str(p)))
+
+
+def _listens(path: str) -> bool:
+    """Whether a node is behind a socket file; one that was killed leaves its file behind."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.2)
+        try:
+            probe.connect(path)
+        except TimeoutError:
+            return True  # somebody does, and is busy
+        except OSError:
+            return False
+    return True
 
 
 def _from_ray() -> str | None:

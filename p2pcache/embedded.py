@@ -77,10 +77,14 @@ class KVCacheManager:
             merged["runtime_dir"] = self._folder.name
         try:
             self.runtime = NodeRuntime.start(NodeConfig.of(merged))
+            try:
+                self.client = Client(self.runtime.socket_path, timeout_s=_BUDGET_S)
+            except BaseException:
+                self.runtime.close()
+                raise
         except BaseException:
             self._cleanup()
             raise
-        self.client = Client(self.runtime.socket_path, timeout_s=_BUDGET_S)
         # A key of this manager's own: what another left behind in the mesh is not ours to return.
         self._key = dataclasses.replace(_NAMED, tenant=secrets.token_bytes(32)).key()
         self._versions = itertools.count()

@@ -136,7 +136,7 @@ class Prefetch:
     `chunks` blocks until the pull has ended (not the copy to the device). `layer(i)` waits for
     layer i and returns, per chunk that came, `(FetchedChunk, kv)` with kv `[2, tokens, kv_heads,
     head_dim]` on the stream's device. On the CPU the bytes are used in place; elsewhere they are
-    copied, and the leases end when the last layer has gone up. Close it, or use a `with` block.
+    copied. The leases end with `close`: call it, or use a `with` block.
     """
 
     def __init__(self, fetch: Callable[[], Fetched], layers: int, stream: Stream):

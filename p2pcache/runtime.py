@@ -136,7 +136,7 @@ class NodeRuntime:
             nvme = await NvmeStore.open(
                 config.nvme_path,
                 capacity_bytes=config.nvme_bytes_max,
-                segment_bytes=config.nvme_segment_bytes,
+                segment_bytes=config.segment_bytes,
             )
             self._closers.append(nvme.close)
         self.socket_path = str(_runtime_folder(config) / f"{incarnation:016x}.sock")

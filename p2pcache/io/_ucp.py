@@ -11,9 +11,11 @@ run inside `progress`. The calls never wait, so they keep the GIL.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ipaddress
 import itertools
+import os
 import socket
 import struct
 from collections.abc import Callable
@@ -25,6 +27,10 @@ import numpy as np
 
 Buffer = memoryview | bytes | bytearray
 
+HALF_IN_S = 0.05  # round trips between a connection and its first message
+
+_SO_ATTACH_FILTER = 26
+_BPF_RETURN = 0x06
 _IN_PROGRESS = 1
 _NO_MORE_THAN_A_STATUS = 2**64 - 100  # from here on a pointer is an error's number
 _EVERY_BIT = 2**64 - 1
@@ -244,7 +250,7 @@ class Listener:
 
     def __init__(self, ucp: Ucp, host: str, port: int, on_request: Callable[[int], None]) -> None:
         """Binds to `host` alone. `on_request` runs inside `progress`. Raises UcpError."""
-        self._ucp, self.on_request = ucp, on_request
+        self._ucp, self._host, self.on_request = ucp, host, on_request
         id_ = next(_ids)
         _listeners[id_] = self
         raw = _packed_address(host, port)
@@ -265,8 +271,45 @@ class Listener:
     def reject(self, connection: int) -> None:
         self._ucp.library.ucp_listener_reject(self._handle, connection)
 
+    def deafen(self) -> None:
+        """Let no connection in any more; those that are in are still told of.
+
+        UCX loses track of a connection that is in but has not said what it wants. If its listener
+        has gone when it does, UCX calls through a dangling pointer. So this comes first, then
+        `HALF_IN_S` in which they speak, then `close`, and at once the end of the worker.
+        """
+        sock = _listening_socket(self._host, self.port)
+        if sock is None:
+            return
+        # Not `shutdown`: UCX would try to accept, fail and say so, over and over.
+        drop_all = ctypes.create_string_buffer(struct.pack("=HBBI", _BPF_RETURN, 0, 0, 0), 8)
+        program = struct.pack("@HP", 1, ctypes.addressof(drop_all))
+        with sock, contextlib.suppress(OSError):  # a kernel without socket filters
+            sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+
     def close(self) -> None:
+        """Right before the worker goes, which ends what was half in."""
         self._ucp.library.ucp_listener_destroy(self._handle)
+
+
+def _listening_socket(host: str, port: int) -> socket.socket | None:
+    """A descriptor of our own for what UCX listens on, which it does not show."""
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            fd = os.dup(int(entry))
+        except OSError:  # listed, and gone
+            continue
+        try:
+            sock = socket.socket(fileno=fd)
+        except OSError:  # no socket
+            os.close(fd)
+            continue
+        with contextlib.suppress(OSError):
+            if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                if sock.getsockname()[:2] == (host, port):
+                    return sock
+        sock.close()
+    return None
 
 
 def _packed_address(host: str, port: int) -> ctypes.Array:

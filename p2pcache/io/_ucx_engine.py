@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from p2pcache.io._ucp import Buffer, Endpoint, Listener, Request, Ucp
+from p2pcache.io._ucp import HALF_IN_S, Buffer, Endpoint, Listener, Request, Ucp
 from p2pcache.types import ConfigError
 
 log = logging.getLogger(__name__)
@@ -120,6 +120,7 @@ class Engine:
         self._added: list[Activity] = []
         self._discarded: list[Link] = []  # force-closed, not yet quiet
         self._stirred = self._draining = False
+        self._listen_until_s = 0.0  # once closing
         self._drain_until_s = float("inf")
         self.closing = False
         self.error: Exception | None = None
@@ -253,7 +254,8 @@ class Engine:
                 self._run_commands()
                 self._worker.progress()
                 self._step()
-                if self.closing and not (self._activities or self._added or self._discarded):
+                under_way = self._activities or self._added or self._discarded
+                if self.closing and not under_way and time.monotonic() > self._listen_until_s:
                     return
                 if time.monotonic() > self._drain_until_s:
                     log.error("ucx requests did not complete in %.0f s; they stay quarantined", DRAIN_S)
@@ -293,6 +295,9 @@ class Engine:
         if self.closing:
             return
         self.closing = True
+        if self._listener is not None:
+            self._listener.deafen()
+            self._listen_until_s = time.monotonic() + HALF_IN_S
         self._drain_until_s = time.monotonic() + DRAIN_S
         for activity in [*self._activities, *self._added]:
             activity.stop(self.error or ConnectionAbortedError("the transport is closed"))

@@ -8,7 +8,6 @@ the body costs one round trip. The deadline is the caller's and covers all of it
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,11 +74,17 @@ class Puller:
         self._opening: dict[tuple[str, str], _Batch] = {}
         self._closing: dict[str, list[bytes]] = {}
         self._broken: dict[tuple[str, int, str], float] = {}  # (peer, incarnation, transport) -> until
+        self._silent: dict[tuple[str, int], float] = {}  # (peer, incarnation) -> left alone until
         self._tasks: set[asyncio.Task] = set()
         self.view = View()
 
     def ways(self, peer: Member) -> list[Transport]:
-        """Transports that may work with this peer now, the preferred one first."""
+        """Transports that may work with this peer now, the preferred one first.
+
+        None for a while after it let a deadline pass: a frozen peer must not cost every fetch one.
+        """
+        if self._silent.get((peer.name, peer.incarnation), 0.0) > self._loop.time():
+            return []
         names = self._config.transports_by_peer.get(peer.name, tuple(self._transports))
         now_s = self._loop.time()
         return [
@@ -164,11 +169,11 @@ class Puller:
         self, body: BodyInfo, peer: Member, transport: Transport, answer_by_s: float, deadline_s: float
     ) -> Pulled:
         """One holder by one transport. answer_by_s: until when it may take to give its leave."""
-        started_s = time.perf_counter()
         try:
             slot = await self._residency.reserve(body, peer.name)
         except TierFull:
             return Pulled(None, miss=Miss.NO_ROOM)
+        started_s = self._loop.time()
         settled: asyncio.Future[None] = self._loop.create_future()
         settled.set_result(None)
         ticket = None
@@ -183,19 +188,19 @@ class Puller:
             slot = self._residency.commit(slot, ticket.checksums, ticket.meta)
         except BaseException as error:
             self._residency.give_up(slot, settled)
-            miss = self._why(error, peer, transport)
+            miss = self._why(error, peer, transport, self._loop.time() - started_s)
             if miss is None:
                 raise
             return Pulled(None, peer.name, transport.name, miss)
         finally:
             if isinstance(ticket, Ticket):
                 self._close(peer, ticket.token)
-        seconds = time.perf_counter() - started_s
+        seconds = self._loop.time() - started_s
         self._costs.rate(transport.name, peer.name).observe(body.nbytes, seconds)
         self._counters[f"pulls_{transport.name}"] += 1
         return Pulled(slot, peer.name, transport.name, None, seconds)
 
-    def _why(self, error: BaseException, peer: Member, transport: Transport) -> Miss | None:
+    def _why(self, error: BaseException, peer: Member, transport: Transport, waited_s: float) -> Miss | None:
         """A fault as a reason; None for what is not a fault of the way or the peer."""
         if isinstance(error, CorruptBody):
             self._counters["corrupt"] += 1
@@ -208,6 +213,9 @@ class Puller:
             self._broken[peer.name, peer.incarnation, transport.name] = until_s
             return Miss.HOLDER_UNREACHABLE
         if isinstance(error, DeadlineExceeded | TimeoutError):
+            if waited_s >= self._config.silent_after_s:  # a caller in a hurry says nothing about the peer
+                until_s = self._loop.time() + self._config.silent_retry_s
+                self._silent[peer.name, peer.incarnation] = until_s
             return Miss.DEADLINE
         if isinstance(error, RemoteError):
             return Miss.HOLDER_UNREACHABLE

@@ -158,3 +158,21 @@ def test_a_changed_config_is_checked_again():
 def test_every_setting_is_explained_beside_it(field: str):
     line = re.search(rf"^    {field}: .*$", inspect.getsource(NodeConfig), re.MULTILINE).group()
     assert re.search(r"# \S.{4,}$", line), f"{field} has no comment"
+
+
+def test_a_segment_size_is_chosen_for_every_size_of_the_nvme_tier():
+    from p2pcache.config import NVME_SEGMENTS_MAX
+    from p2pcache.core.nvmeindex import SEGMENTS_MAX, LogIndex
+
+    assert NVME_SEGMENTS_MAX == SEGMENTS_MAX
+    for nbytes in (1 << 20, 100 << 20, 4 << 30, 33 << 30, 4 << 40):
+        config = NodeConfig(nvme_path="/x", nvme_bytes_max=nbytes)
+        LogIndex(nbytes, config.segment_bytes)
+    with pytest.raises(ConfigError, match="nvme_segment_bytes"):
+        NodeConfig(nvme_path="/x", nvme_bytes_max=1 << 40, nvme_segment_bytes=64 << 20)
+
+
+@pytest.mark.parametrize("name", ["pulls_in_flight_max", "client_leases_max"])
+def test_a_limit_of_nothing_is_refused(name):
+    with pytest.raises(ConfigError, match=name):
+        NodeConfig(**{name: 0})
