@@ -67,7 +67,9 @@ class NodeActor:
 class Supervisor:
     """Follows Ray's nodes and pushes Views. Detached; found by its name."""
 
-    def __init__(self, settings: Mapping[str, Any], by_node: Mapping[str, Mapping[str, Any]], labelled_only: bool):
+    def __init__(
+        self, settings: Mapping[str, Any], by_node: Mapping[str, Mapping[str, Any]], labelled_only: bool
+    ):
         """settings: of every node. by_node: name -> settings of that node over them."""
         self._settings = dict(settings)
         self._by_node = {name: dict(own) for name, own in by_node.items()}
@@ -135,9 +137,16 @@ class Supervisor:
                 self._actors[node.node_id] = self._ensure(node)
             if node.node_id not in self._asking:
                 self._asking[node.node_id] = self._actors[node.node_id].describe.remote()
-        ready, _ = ray.wait(
-            list(self._asking.values()), num_returns=len(self._asking), timeout=POLL_S / 2, fetch_local=True
-        ) if self._asking else ([], [])
+        ready, _ = (
+            ray.wait(
+                list(self._asking.values()),
+                num_returns=len(self._asking),
+                timeout=POLL_S / 2,
+                fetch_local=True,
+            )
+            if self._asking
+            else ([], [])
+        )
         done = set(ready)
         for node_id in [i for i, ref in self._asking.items() if ref in done]:
             self._hear(node_id, self._asking.pop(node_id))

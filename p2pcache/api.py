@@ -37,7 +37,6 @@ from p2pcache.types import (
     BodyInfo,
     ConfigError,
     DeadlineExceeded,
-    Found,
     LayoutError,
     Match,
     Miss,
@@ -51,7 +50,12 @@ _log = logging.getLogger(__name__)
 LOOKUP_BUDGET_S = 0.25
 FETCH_BUDGET_S = 5.0
 _RECONNECT_S = 1.0
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "uint8": torch.uint8}
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "uint8": torch.uint8,
+}
 _DTYPES |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
@@ -196,17 +200,27 @@ class Cache:
         except (NodeDown, RemoteError) as error:
             miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
             found = [
-                LookupChunk(k, Match.NONE, Source.RECOMPUTE, None, "", (), 0.0, miss, str(error)) for k in keys
+                LookupChunk(k, Match.NONE, Source.RECOMPUTE, None, "", (), 0.0, miss, str(error))
+                for k in keys
             ]
         return Lookup(run, tuple(self._mark_runs(found)), time.perf_counter() - started_s)
 
-    def explain(self, tokens: Any, *, chunker: Chunker | None = None, budget_s: float = 2.0) -> Lookup:
+    def explain(
+        self,
+        tokens: Any,
+        *,
+        chunker: Chunker | None = None,
+        content_reuse: bool = True,
+        budget_s: float = 2.0,
+    ) -> Lookup:
         """A lookup that asks everybody, and says of what is missing whether it is held otherwise.
 
         A difference in any field of a namespace is another key, so a mismatch looks like an absence;
         this asks under the namespaces of the same model that the mesh knows of, as this tenant.
         """
-        found = self.lookup(tokens, chunker=chunker, everywhere=True, budget_s=budget_s)
+        found = self.lookup(
+            tokens, chunker=chunker, content_reuse=content_reuse, everywhere=True, budget_s=budget_s
+        )
         missing = [c for c in found.chunks if c.miss is Miss.ABSENT]
         if not missing:
             return found
@@ -228,7 +242,9 @@ class Cache:
                 if answer[4]:
                     details[k.start] = "; ".join(self.namespace.differences(held))
         chunks = tuple(
-            dataclasses.replace(c, miss=Miss.LAYOUT, detail=details[c.keys.start]) if c.keys.start in details else c
+            dataclasses.replace(c, miss=Miss.LAYOUT, detail=details[c.keys.start])
+            if c.keys.start in details
+            else c
             for c in found.chunks
         )
         return Lookup(found.tokens, chunks, found.seconds)

@@ -32,7 +32,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"p2pcache: {error}", file=sys.stderr)
         return 1
     except ImportError as error:
-        print(f"p2pcache: this needs a package that is not installed ({error.name}); see the extras in the README", file=sys.stderr)
+        print(
+            f"p2pcache: this needs a package that is not installed ({error.name});"
+            " see the extras in the README",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         return 130
@@ -45,23 +49,52 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"p2pcache {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    demo = commands.add_parser("demo", help="run three nodes with a real model on this machine and show what the cache does")
-    demo.add_argument("--json", metavar="FILE", type=Path, default=Path("out/demo.json"), help="where figures go (default: %(default)s)")
-    demo.add_argument("--cache", metavar="DIR", type=Path, default=Path(".cache"), help="where the converted model is kept (default: %(default)s)")
+    demo = commands.add_parser(
+        "demo", help="run three nodes with a real model on this machine and show what the cache does"
+    )
+    demo.add_argument(
+        "--json",
+        metavar="FILE",
+        type=Path,
+        default=Path("out/demo.json"),
+        help="where figures go (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--cache",
+        metavar="DIR",
+        type=Path,
+        default=Path(".cache"),
+        help="where the converted model is kept (default: %(default)s)",
+    )
     demo.set_defaults(run=_demo)
 
     start = commands.add_parser(
         "start",
         help="start the mesh of this host's Ray cluster, or one node alone",
-        description="Puts a node on every Ray node started with --labels=p2pcache=1, and keeps it there. Run it on any"
-        " one host of the cluster; run again, it finds the mesh that runs.",
+        description="Puts a node on every Ray node started with --labels=p2pcache=1, and keeps it there."
+        " Run it on any one host of the cluster; run again, it finds the mesh that runs.",
     )
     start.add_argument("--all-nodes", action="store_true", help="on every Ray node, labelled or not")
-    start.add_argument("--alone", action="store_true", help="one node in the foreground, without Ray, until interrupted")
-    start.add_argument("--peers", metavar="HOST:PORT,...", default="", help="with --alone: control addresses of other nodes (see control_port)")
+    start.add_argument(
+        "--alone", action="store_true", help="one node in the foreground, without Ray, until interrupted"
+    )
+    start.add_argument(
+        "--peers",
+        metavar="HOST:PORT,...",
+        default="",
+        help="with --alone: control addresses of other nodes (see control_port)",
+    )
     start.add_argument("--address", default="auto", help="of the Ray cluster (default: the one on this host)")
-    start.add_argument("--set", metavar="SETTING=VALUE", action="append", default=[], help="a setting of every node; may be repeated")
-    start.add_argument("--wait", metavar="NODES", type=int, default=0, help="nodes to wait for (default: those alive now)")
+    start.add_argument(
+        "--set",
+        metavar="SETTING=VALUE",
+        action="append",
+        default=[],
+        help="a setting of every node; may be repeated",
+    )
+    start.add_argument(
+        "--wait", metavar="NODES", type=int, default=0, help="nodes to wait for (default: those alive now)"
+    )
     start.add_argument("--json", action="store_true", help="print JSON")
     start.set_defaults(run=_start)
 
@@ -80,7 +113,11 @@ def _parser() -> argparse.ArgumentParser:
         help="which chunks of a prompt the mesh holds, where, and why not",
         description="Looks a prompt up as an engine would, without fetching anything.",
     )
-    lookup.add_argument("tokens", metavar="FILE", help="token ids, separated by white space or as a JSON list; - for standard input")
+    lookup.add_argument(
+        "tokens",
+        metavar="FILE",
+        help="token ids, separated by white space or as a JSON list; - for standard input",
+    )
     lookup.add_argument("--model", help="of the namespace to ask in (default: the only one the mesh knows)")
     lookup.add_argument("--dtype", help="of the namespace, where a model has several")
     lookup.add_argument("--tenant", help="the tenant's salt")
@@ -117,7 +154,9 @@ def _start(arguments: argparse.Namespace) -> int:
     _join_ray(arguments.address)
     nodes = alive_nodes(labelled_only=not arguments.all_nodes)
     if not nodes:
-        raise ConfigError(f"no Ray node carries the label: start Ray with --labels={LABEL}=1, or pass --all-nodes")
+        raise ConfigError(
+            f"no Ray node carries the label: start Ray with --labels={LABEL}=1, or pass --all-nodes"
+        )
     mesh = Mesh.ensure(settings, labelled_only=not arguments.all_nodes)
     members = mesh.wait_for(arguments.wait or len(nodes))
     if arguments.json:
@@ -170,14 +209,20 @@ def _status(arguments: argparse.Namespace) -> int:
         count = node["counters"]
         hits, chunks = count["hits_exact"] + count["hits_content"], count["chunks"]
         nvme = node["nvme"]
-        below = f"NVMe {_size(nvme['used_bytes'])} of {_size(nvme['capacity_bytes'])}" if nvme else "no NVMe tier"
+        below = (
+            f"NVMe {_size(nvme['used_bytes'])} of {_size(nvme['capacity_bytes'])}" if nvme else "no NVMe tier"
+        )
         share = f"{hits / chunks:.0%} of {chunks:,} chunks found" if chunks else "nothing asked yet"
         print(
             f"{node['name']}: host {_size(node['host']['bytes'])} of {_size(node['host']['bytes_max'])}"
             f" ({node['host']['bodies']:,} bodies), {below}; {share}; {node['leases']} leases"
         )
         served = [f"{count['served_' + s]:,} {s}" for s in ("local", "nvme", "peer") if count["served_" + s]]
-        missed = [f"{n:,} {name.removeprefix('miss_')}" for name, n in count.items() if name.startswith("miss_") and n]
+        missed = [
+            f"{n:,} {name.removeprefix('miss_')}"
+            for name, n in count.items()
+            if name.startswith("miss_") and n
+        ]
         if served or missed:
             print(f"    served: {', '.join(served) or 'nothing'}; missed: {', '.join(missed) or 'nothing'}")
     views = {n.get("view_id") for n in nodes if "error" not in n}
@@ -198,38 +243,49 @@ def _lookup(arguments: argparse.Namespace) -> int:
             names = ", ".join(sorted(f"{n.model} ({n.layout.dtype})" for n in known)) or "none"
             raise ConfigError(f"name one namespace with --model and --dtype; the mesh knows: {names}")
         cache = client.open(known[0])
-        found = cache.explain(tokens, chunker=_chunker(arguments.chunker))
-    rows = [
-        {
-            "start": c.keys.start,
-            "stop": c.keys.stop,
-            "match": c.match.value if c.match.value != "content" or not arguments.exact else "none",
-            "source": c.source.value,
-            "node": c.peer,
-            "bytes": c.body.nbytes if c.body else 0,
-            "expected_s": c.expected_s,
-            "miss": str(c.miss) if c.miss else "",
-            "detail": c.detail,
-            "holders": [
-                {"node": h.node, "tier": h.tier.name.lower(), "exact": f.body.exact == c.keys.exact}
-                for f in c.found
-                for h in f.holders
-            ],
-        }
-        for c in found.chunks
-    ]
+        found = cache.explain(tokens, chunker=_chunker(arguments.chunker), content_reuse=not arguments.exact)
+    rows = [_chunk_row(c) for c in found.chunks]
     if arguments.json:
         print(json.dumps({"tokens": len(tokens), "seconds": found.seconds, "chunks": rows}))
         return 0
     for row in rows:
-        span = f"[{row['start']:>6}, {row['stop']:>6})"
-        if row["match"] == "none":
-            print(f"{span}  miss     {row['miss'] or 'exact-only'}{': ' + row['detail'] if row['detail'] else ''}")
-            continue
-        where = ", ".join(sorted({f"{h['node']} ({h['tier']})" for h in row["holders"]}))
-        print(f"{span}  {row['match']:<7}  from {row['node']} by {row['source']}, {_size(row['bytes'])}; held by {where}")
-    print(f"{found.exact_tokens:,} tokens exact, {found.content_tokens:,} by content, of {len(tokens):,}; {found.seconds * 1e3:.1f} ms")
+        print(_chunk_line(row))
+    print(
+        f"{found.exact_tokens:,} tokens exact, {found.content_tokens:,} by content,"
+        f" of {len(tokens):,}; {found.seconds * 1e3:.1f} ms"
+    )
     return 0
+
+
+def _chunk_row(c: Any) -> dict[str, Any]:
+    """One chunk of a lookup as plain values."""
+    return {
+        "start": c.keys.start,
+        "stop": c.keys.stop,
+        "match": c.match.value,
+        "source": c.source.value,
+        "node": c.peer,
+        "bytes": c.body.nbytes if c.body else 0,
+        "expected_s": c.expected_s,
+        "miss": str(c.miss) if c.miss else "",
+        "detail": c.detail,
+        "holders": [
+            {"node": h.node, "tier": h.tier.name.lower(), "exact": f.body.exact == c.keys.exact}
+            for f in c.found
+            for h in f.holders
+        ],
+    }
+
+
+def _chunk_line(row: dict[str, Any]) -> str:
+    """The same for a person."""
+    span = f"[{row['start']:>6}, {row['stop']:>6})"
+    held = ", ".join(sorted({f"{h['node']} ({h['tier']})" for h in row["holders"]}))
+    if row["match"] == "none":
+        why = row["miss"] + (f": {row['detail']}" if row["detail"] else "")
+        return f"{span}  miss     {why}" + (f"; held by {held}" if held else "")
+    size = _size(row["bytes"])
+    return f"{span}  {row['match']:<7}  from {row['node']} by {row['source']}, {size}; held by {held}"
 
 
 # -- helpers ---------------------------------------------------------------------------------------
@@ -250,7 +306,9 @@ def _join_ray(address: str) -> None:
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
     except ConnectionError:
-        raise NodeDown(f"no Ray cluster answers at {address!r}: start one with `ray start --head --labels=p2pcache=1`") from None
+        raise NodeDown(
+            f"no Ray cluster answers at {address!r}: start one with `ray start --head --labels=p2pcache=1`"
+        ) from None
 
 
 def _any_client(path: str | None) -> Any:

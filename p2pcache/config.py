@@ -23,7 +23,12 @@ GIB = 1 << 30
 MIB = 1 << 20
 _PAGE_BYTES = 4096
 NVME_SEGMENTS_MAX = 512  # one open file each
-_ABOVE_ZERO = ("pulls_in_flight_max", "pull_bytes_in_flight_max", "serve_bytes_in_flight_max", "client_leases_max")
+_ABOVE_ZERO = (
+    "pulls_in_flight_max",
+    "pull_bytes_in_flight_max",
+    "serve_bytes_in_flight_max",
+    "client_leases_max",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +195,9 @@ def parse_settings(texts: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    named = {v.removeprefix(ENV_PREFIX).lower(): text for v, text in environ.items() if v.startswith(ENV_PREFIX)}
+    named = {
+        v.removeprefix(ENV_PREFIX).lower(): text for v, text in environ.items() if v.startswith(ENV_PREFIX)
+    }
     return parse_settings({name: text for name, text in named.items() if name not in _NOT_SETTINGS})
 
 

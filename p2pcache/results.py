@@ -184,7 +184,9 @@ class Prefetch:
 
     def _upload(self, fetched: Fetched, layer: int) -> None:
         device = self._stream.device
-        self._on_device[layer] = [c.kv[layer].to(device, non_blocking=True) for c in fetched if c.kv is not None]
+        self._on_device[layer] = [
+            c.kv[layer].to(device, non_blocking=True) for c in fetched if c.kv is not None
+        ]
 
 
 _pulls = ThreadPoolExecutor(16, thread_name_prefix="p2pcache-prefetch")

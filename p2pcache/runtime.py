@@ -174,7 +174,9 @@ class NodeRuntime:
 
 def _transports(config: NodeConfig, socket_path: str) -> list[Transport]:
     """This node's transports, in order of preference. One whose library is absent is left out."""
-    wanted = dict.fromkeys([*config.transports, *(t for ts in config.transports_by_peer.values() for t in ts)])
+    wanted = dict.fromkeys(
+        [*config.transports, *(t for ts in config.transports_by_peer.values() for t in ts)]
+    )
     made: list[Transport] = []
     for name in wanted:
         if name == "shm":

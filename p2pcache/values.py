@@ -23,7 +23,9 @@ def describe(value: Any, tensors: list[torch.Tensor]) -> Any:
         return [str(value.dtype).removeprefix("torch."), list(value.shape)]
     if isinstance(value, list | tuple):
         return {"t" if isinstance(value, tuple) else "l": [describe(v, tensors) for v in value]}
-    raise LayoutError(f"a value is a tensor or nested lists and tuples of tensors, not {type(value).__name__}")
+    raise LayoutError(
+        f"a value is a tensor or nested lists and tuples of tensors, not {type(value).__name__}"
+    )
 
 
 def leaves(manifest: Any) -> list[tuple[torch.dtype, list[int]]]:

@@ -106,7 +106,9 @@ class RopeSpec:
         exact = near[0].dtype == torch.float32
         for interleaved in (False, True):
             spec = cls(inv_freq, interleaved, scaling)
-            if all(spec._moves(a, b, tolerance=0.01 if exact else 0.1) for a, b in zip(near, far, strict=True)):
+            if all(
+                spec._moves(a, b, tolerance=0.01 if exact else 0.1) for a, b in zip(near, far, strict=True)
+            ):
                 return spec
         raise ConfigError(
             f"{type(model).__name__}: its keys at a later position are not a rotation of its keys at an"
@@ -127,15 +129,21 @@ def _read_rotary(model: Any) -> tuple[tuple[float, ...], float]:
     for module in model.modules():
         rope_type = getattr(module, "rope_type", "default")
         if isinstance(rope_type, dict):
-            raise ConfigError(f"{name}: its rotary embedding differs by layer type, which is not supported yet")
+            raise ConfigError(
+                f"{name}: its rotary embedding differs by layer type, which is not supported yet"
+            )
         if getattr(module, "inv_freq", None) is None:
             continue
         if any(word in rope_type for word in LENGTH_DEPENDENT_TYPES):
-            raise ConfigError(f"{name}: rope type {rope_type!r} changes with the length, so keys cannot be moved")
+            raise ConfigError(
+                f"{name}: rope type {rope_type!r} changes with the length, so keys cannot be moved"
+            )
         vector = tuple(module.inv_freq.detach().double().flatten().tolist())
         found[vector, float(getattr(module, "attention_scaling", 1.0))] = None
     if not found:
-        raise ConfigError(f"{name} has no rotary embedding (learned positions or ALiBi?), so keys cannot be moved")
+        raise ConfigError(
+            f"{name} has no rotary embedding (learned positions or ALiBi?), so keys cannot be moved"
+        )
     if len(found) > 1:
         raise ConfigError(f"{name} has {len(found)} different rotary embeddings, which is not supported yet")
     return next(iter(found))

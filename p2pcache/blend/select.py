@@ -26,7 +26,9 @@ class Piece:
     stop: int  # one past its last
     base_position: int  # the position its first key was rotated for
     exact: bool  # computed behind these very tokens: bit-exact reuse
-    follows: bool = False  # computed right behind the piece before it in this prompt, so it has attended to it
+    follows: bool = (
+        False  # computed right behind the piece before it in this prompt, so it has attended to it
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop or self.base_position < 0:

@@ -92,7 +92,9 @@ class ScatterLayer(CacheLayerMixin):
             self._append(key_states, value_states)
         else:
             if key_states.shape[2] != plan.positions.numel():
-                raise LayoutError(f"{key_states.shape[2]} tokens came where {plan.positions.numel()} were planned")
+                raise LayoutError(
+                    f"{key_states.shape[2]} tokens came where {plan.positions.numel()} were planned"
+                )
             self._fill(plan)
             self.keys.index_copy_(2, plan.positions, key_states)
             self.values.index_copy_(2, plan.positions, value_states)
@@ -118,7 +120,9 @@ class ScatterLayer(CacheLayerMixin):
             values.copy_(kv[1])
             missing.discard(piece)
         if missing:  # the buffer is uninitialised there: never let it be read
-            raise LayoutError(f"layer {self.index}: the source gave no KV for {sorted(missing, key=lambda p: p.start)}")
+            raise LayoutError(
+                f"layer {self.index}: the source gave no KV for {sorted(missing, key=lambda p: p.start)}"
+            )
 
     def _append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         stop = self.length + key_states.shape[2]
@@ -212,7 +216,9 @@ def sparse_prefill(
 
 
 @torch.no_grad()
-def full_prefill(model: Any, tokens: torch.Tensor | np.ndarray | Sequence[int]) -> tuple[torch.Tensor, DynamicCache]:
+def full_prefill(
+    model: Any, tokens: torch.Tensor | np.ndarray | Sequence[int]
+) -> tuple[torch.Tensor, DynamicCache]:
     """The baseline: every token computed, causally. Returns `(logits of the last token [vocab], cache)`.
 
     The cache is made without the model's config, because one made with it drops tokens that

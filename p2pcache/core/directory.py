@@ -73,9 +73,7 @@ class Directory:
                 accepted += 1
         return accepted
 
-    def lookup(
-        self, content: ContentKey, now_s: float, is_live: Callable[[str, int], bool]
-    ) -> list[Found]:
+    def lookup(self, content: ContentKey, now_s: float, is_live: Callable[[str, int], bool]) -> list[Found]:
         """Bodies under a content key with at least one live holder; never a tombstone."""
         found = []
         for body in self._keys.get(content, {}).values():

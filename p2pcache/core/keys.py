@@ -151,9 +151,12 @@ class Namespace:
         for name in ("weights", "rope", "adapter", "tp_rank", "tp_size", "pp_rank", "pp_size", "extras"):
             mine, theirs = getattr(self, name), getattr(held, name)
             if mine != theirs:
-                show = (lambda v: v.hex()[:12] if isinstance(v, bytes) else v)
-                words.append(f"{name}: held {show(theirs)}, asked {show(mine)}")
+                words.append(f"{name}: held {_shown(theirs)}, asked {_shown(mine)}")
         return words
+
+
+def _shown(value: object) -> object:
+    return value.hex()[:12] if isinstance(value, bytes) else value
 
 
 def _uint(value: int) -> bytes:

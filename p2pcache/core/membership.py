@@ -44,7 +44,9 @@ class Member:
 
     @staticmethod
     def from_wire(raw: Mapping) -> Member:
-        return Member(raw["name"], raw["incarnation"], raw["control"], raw["boot_id"], dict(raw["transports"]))
+        return Member(
+            raw["name"], raw["incarnation"], raw["control"], raw["boot_id"], dict(raw["transports"])
+        )
 
 
 @dataclass(frozen=True)

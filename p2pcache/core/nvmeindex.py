@@ -165,7 +165,9 @@ class LogIndex:
         """
         need_bytes = record.record_bytes
         if need_bytes > self.segment_bytes - PAGE_BYTES:
-            raise TierFull(f"a record of {need_bytes} bytes fits no NVMe segment of {self.segment_bytes} bytes")
+            raise TierFull(
+                f"a record of {need_bytes} bytes fits no NVMe segment of {self.segment_bytes} bytes"
+            )
         if record.body.exact in self._live or record.body.exact in self._in_flight:
             return None
         if self._open is not None and need_bytes <= self.segment_bytes - self._open.tail:

@@ -79,7 +79,9 @@ def rank_bodies(found: Iterable[Found], exact: ExactKey) -> list[Found]:
     where it was measured; approximate last, since what it attended to was itself moved.
     """
     order = {Provenance.IN_CONTEXT: 1, Provenance.ISOLATED: 2, Provenance.APPROXIMATE: 3}
-    return sorted(found, key=lambda f: (0 if f.body.exact == exact else order[f.body.provenance], f.body.exact))
+    return sorted(
+        found, key=lambda f: (0 if f.body.exact == exact else order[f.body.provenance], f.body.exact)
+    )
 
 
 def plan_chunk(
@@ -110,7 +112,8 @@ def plan_chunk(
         if match is Match.CONTENT and not content_reuse:
             continue
         priced = sorted(
-            (_price(body, h, me, ways, busy_bytes, costs) for h in candidate.holders), key=lambda p: (p[0], p[1].node)
+            (_price(body, h, me, ways, busy_bytes, costs) for h in candidate.holders),
+            key=lambda p: (p[0], p[1].node),
         )
         priced = [p for p in priced if p[0] < float("inf")]
         if not priced:

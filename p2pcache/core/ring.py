@@ -30,7 +30,9 @@ def slot_of(key: ContentKey) -> int:
 class Ring:
     """The owners of every slot for one View. Immutable; computed once a View."""
 
-    def __init__(self, names: Sequence[str], weights: Sequence[float] | None = None, replicas: int = REPLICAS):
+    def __init__(
+        self, names: Sequence[str], weights: Sequence[float] | None = None, replicas: int = REPLICAS
+    ):
         """names: distinct member names. weights: relative shares, all above 0 (default: equal)."""
         self.names = tuple(sorted(names))
         if len(set(self.names)) != len(self.names):
@@ -66,7 +68,9 @@ class Ring:
         if not self.names:
             return {}
         counts = np.bincount(self._owners.ravel(), minlength=len(self.names))
-        return {n: float(c) * len(self.names) / self._owners.size for n, c in zip(self.names, counts, strict=True)}
+        return {
+            n: float(c) * len(self.names) / self._owners.size for n, c in zip(self.names, counts, strict=True)
+        }
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -72,7 +72,9 @@ class _FreeList:
         self.sizes[offset] = size
 
     def take(self, size: int) -> int | None:
-        best = min((o for o, s in self.sizes.items() if s >= size), key=lambda o: (self.sizes[o], o), default=None)
+        best = min(
+            (o for o, s in self.sizes.items() if s >= size), key=lambda o: (self.sizes[o], o), default=None
+        )
         if best is None:
             return None
         rest = self.sizes.pop(best) - size
@@ -238,7 +240,11 @@ class HostTier:
             raise InvariantError(f"the slab ends at {end}, not at {self.capacity_bytes}")
 
     def _expect(self, slot: Slot, state: SlotState) -> None:
-        known = self._resident.get(slot.body.exact) if state is SlotState.RESIDENT else self._others.get(slot.generation)
+        known = (
+            self._resident.get(slot.body.exact)
+            if state is SlotState.RESIDENT
+            else self._others.get(slot.generation)
+        )
         if slot.state is not state or known is not slot:
             raise InvariantError(f"slot {slot.offset} is {slot.state.value}, expected {state.value}")
 

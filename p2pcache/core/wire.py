@@ -178,12 +178,16 @@ def _ticket(value: Any) -> None:
 
 
 # A chunk's answer: match, source, holder, body, found, expected cost in seconds, miss reason
-ANSWER = _tuple(
-    _text(16), _text(16), NAME, _optional(BODY), _list(FOUND, BODIES_MAX), _number, _text(32)
-)
+ANSWER = _tuple(_text(16), _text(16), NAME, _optional(BODY), _list(FOUND, BODIES_MAX), _number, _text(32))
 # What a fetched chunk became: source, peer, transport, (offset, nbytes, generation), meta, miss, cost
 GRANT = _tuple(
-    _text(16), NAME, _text(16), _optional(_tuple(U63, U63, U63)), _bytes(0, META_BYTES_MAX), _text(32), _number
+    _text(16),
+    NAME,
+    _text(16),
+    _optional(_tuple(U63, U63, U63)),
+    _bytes(0, META_BYTES_MAX),
+    _text(32),
+    _number,
 )
 
 OPS: dict[str, tuple[Check, Check]] = {
@@ -276,9 +280,17 @@ def decode(raw: bytes | memoryview) -> Message:
         raise VersionMismatch(
             f"the other side speaks p2pcache protocol {fields[0]}, this one speaks {PROTOCOL_VERSION}"
         )
-    _tuple(_int(PROTOCOL_VERSION, PROTOCOL_VERSION), _text(1), U63, _text(32), U63, NAME, U63, _bytes(0, 8), _anything)(
-        fields
-    )
+    _tuple(
+        _int(PROTOCOL_VERSION, PROTOCOL_VERSION),
+        _text(1),
+        U63,
+        _text(32),
+        U63,
+        NAME,
+        U63,
+        _bytes(0, 8),
+        _anything,
+    )(fields)
     _, kind, id_, op, to, sender, incarnation, view_id, body = fields
     if kind == "e":
         _ERROR(body)

@@ -18,8 +18,8 @@ from blake3 import blake3
 
 import p2pcache
 from p2pcache.blend.quality import kl_divergence
-from p2pcache.blend.sparse import decode, extract_kv, full_prefill, sparse_prefill
 from p2pcache.blend.select import Piece
+from p2pcache.blend.sparse import decode, extract_kv, full_prefill, sparse_prefill
 from p2pcache.core.chunking import FixedChunker, SegmentChunker
 from p2pcache.demo.model import load_model, weights_fingerprint
 from p2pcache.demo.workload import Request
@@ -61,7 +61,9 @@ class DemoEngine:
             row = self._row(request, prefill, full, ledger)
             answer = self._engine.generate(prefill, ANSWER_TOKENS)
             added = {
-                self._engine.cache.body(k, p).exact: _digest(extract_kv(prefill.sparse.cache, k.start, k.stop))
+                self._engine.cache.body(k, p).exact: _digest(
+                    extract_kv(prefill.sparse.cache, k.start, k.stop)
+                )
                 for k, p in self._engine.new_chunks(prefill)
             }
             stored = self._engine.store(prefill)
@@ -93,7 +95,11 @@ class DemoEngine:
         return seconds, torch.stack(logits), answer
 
     def _row(
-        self, request: Request, prefill: Prefill, full: tuple[float, torch.Tensor, list[int]], ledger: Mapping[bytes, str]
+        self,
+        request: Request,
+        prefill: Prefill,
+        full: tuple[float, torch.Tensor, list[int]],
+        ledger: Mapping[bytes, str],
     ) -> dict[str, Any]:
         seconds, reference, answer = full
         forced = self._forced(prefill.logits, prefill.sparse.cache, answer)
@@ -112,7 +118,7 @@ class DemoEngine:
             "nvme_tokens": tokens(Source.NVME),
             "peer_tokens": tokens(Source.PEER),
             "recomputed_tokens": prefill.recomputed_tokens,
-            "peers": sorted({c.peer for c in came if c.source is Source.PEER}),
+            "peers": {c.peer: c.transport for c in came if c.source is Source.PEER},
             "transports": sorted({c.transport for c in came if c.source is Source.PEER}),
             "misses": sorted({str(c.miss) for c in prefill.chunks if c.miss is not None}),
             "ttft_cached_s": prefill.ttft_s,
@@ -126,13 +132,20 @@ class DemoEngine:
             row |= self._controls(request, prefill, reference, answer)
         return row
 
-    def _controls(self, request: Request, prefill: Prefill, reference: torch.Tensor, answer: list[int]) -> dict[str, float]:
+    def _controls(
+        self, request: Request, prefill: Prefill, reference: torch.Tensor, answer: list[int]
+    ) -> dict[str, float]:
         """The same reuse without turning keys, and the same question without its documents."""
         pieces = _pieces(prefill.chunks)
         unturned = {start: replace(p, base_position=p.start, follows=False) for start, p in pieces.items()}
         layers = _Fetched(prefill, unturned)
         sparse = sparse_prefill(
-            self._model, request.tokens, list(unturned.values()), layers, self._engine.rope, self._engine.head_tokens
+            self._model,
+            request.tokens,
+            list(unturned.values()),
+            layers,
+            self._engine.rope,
+            self._engine.head_tokens,
         )
         unrotated = self._forced(sparse.logits_last, sparse.cache, answer)
         first, cache = full_prefill(self._model, request.without_documents)

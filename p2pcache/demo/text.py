@@ -44,7 +44,9 @@ def passages(tokenizer: Any, count: int, tokens_min: int = 400, tokens_max: int 
     rounds = max(map(len, by_topic))
     found = [cuts[index] for index in range(rounds) for cuts in by_topic if index < len(cuts)]
     if len(found) < count:
-        raise ConfigError(f"the manual has {len(found)} passages of {tokens_min} to {tokens_max} tokens, not {count}")
+        raise ConfigError(
+            f"the manual has {len(found)} passages of {tokens_min} to {tokens_max} tokens, not {count}"
+        )
     return found[:count]
 
 
@@ -67,9 +69,10 @@ def conversation(turns: int = 6) -> list[str]:
     quotes = [(title, max(paragraphs[:4], key=len)) for title, paragraphs in _prose_topics()]
     if turns > len(quotes):
         raise ConfigError(f"the manual has {len(quotes)} topics, not {turns}")
+    opening = ["First", *["Now"] * (turns - 1)]
     return [
-        f'{"Now" if index else "First"}, about {title.lower()}. The manual says:\n\n"{quote}"\n\nWhat does that mean?'
-        for index, (title, quote) in enumerate(quotes[:turns])
+        f'{word}, about {title.lower()}. The manual says:\n\n"{quote}"\n\nWhat does that mean?'
+        for word, (title, quote) in zip(opening, quotes[:turns], strict=True)
     ]
 
 
@@ -105,7 +108,9 @@ def _prose(topic: str) -> Iterator[str]:
     """A topic's paragraphs of plain prose, each on one line: no headings, code, grammar, lists or tables."""
     for block in re.split(r"\n\s*\n", topic.split("-[ Footnotes ]-")[0]):
         lines = block.strip("\n").splitlines()
-        plain = not any(line.startswith((" ", "*  ", "* ", "|", "+")) or HEADING.fullmatch(line) for line in lines)
+        plain = not any(
+            line.startswith((" ", "*  ", "* ", "|", "+")) or HEADING.fullmatch(line) for line in lines
+        )
         text = " ".join(lines)
         if plain and len(text) >= PARAGRAPH_CHARS_MIN and "::=" not in text and text.endswith("."):
             yield text

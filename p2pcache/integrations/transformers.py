@@ -204,7 +204,9 @@ class TransformersEngine:
         if len(run) == 0:
             raise ConfigError("a prompt has at least one token")
         if self._max_tokens and len(run) > self._max_tokens:
-            raise ConfigError(f"a prompt of {len(run)} tokens is over the model's context of {self._max_tokens}")
+            raise ConfigError(
+                f"a prompt of {len(run)} tokens is over the model's context of {self._max_tokens}"
+            )
         if int(run.max()) >= self._vocab:
             raise ConfigError(f"token {int(run.max())} is outside the model's vocabulary of {self._vocab}")
         return run

@@ -275,8 +275,8 @@ class Listener:
         """Let no connection in any more; those that are in are still told of.
 
         UCX loses track of a connection that is in but has not said what it wants. If its listener
-        has gone when it does, UCX calls through a dangling pointer. So this comes first, then
-        `HALF_IN_S` in which they speak, then `close`, and at once the end of the worker.
+        has gone when it does, UCX follows a dangling pointer. So this comes first, then `HALF_IN_S`
+        in which they speak, and only then `close`.
         """
         sock = _listening_socket(self._host, self.port)
         if sock is None:
@@ -288,7 +288,7 @@ class Listener:
             sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
     def close(self) -> None:
-        """Right before the worker goes, which ends what was half in."""
+        """Connections are refused from now on. Once only."""
         self._ucp.library.ucp_listener_destroy(self._handle)
 
 

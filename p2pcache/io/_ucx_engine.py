@@ -158,6 +158,10 @@ class Engine:
         self._listener = Listener(self._ucp, host, port, soon)
         return self._listener.port
 
+    @property
+    def listening(self) -> bool:
+        return self._listener is not None
+
     def accept(self, connection: int) -> Link:
         """Raises UcpError."""
         return Link(Endpoint.accepted(self._ucp, connection))
@@ -224,9 +228,14 @@ class Engine:
             self._commands.clear()
             self._activities.clear()
             self._discarded.clear()
-            if self._listener is not None:
-                self._listener.close()
-            self._listener = self._ucp = self._worker = None
+            self._stop_listening()
+            self._ucp = self._worker = None
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+            self._stirred = True
 
     def _open(self) -> None:
         ucx = import_ucx()
@@ -254,8 +263,11 @@ class Engine:
                 self._run_commands()
                 self._worker.progress()
                 self._step()
-                under_way = self._activities or self._added or self._discarded
-                if self.closing and not under_way and time.monotonic() > self._listen_until_s:
+                if self.closing and self.listening and time.monotonic() > self._listen_until_s:
+                    self._stop_listening()
+                if self.closing and not (
+                    self.listening or self._activities or self._added or self._discarded
+                ):
                     return
                 if time.monotonic() > self._drain_until_s:
                     log.error("ucx requests did not complete in %.0f s; they stay quarantined", DRAIN_S)

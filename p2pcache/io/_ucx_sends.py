@@ -48,7 +48,7 @@ class Reception:
             idle = [reader for reader in self._readers if not reader.sending]
             if not idle:
                 return engine.discard(link)
-            min(idle, key=lambda reader: reader.moved_s).stop(ConnectionAbortedError("too many"))
+            min(idle, key=lambda reader: reader.moved_s).drop(ConnectionAbortedError("too many"))
         reader = Reader(engine, self._tickets, link)
         self._readers.append(reader)
         engine.add(reader)
@@ -63,6 +63,7 @@ class Reader:
         self._token: bytes | None = None  # of the body being sent
         self._message = bytearray(REQUEST.size)
         self._request = engine.receive_stream(link, self._message)
+        self._closing: Exception | None = None
         self._stopping = False
         self.over = False
         self.moved_s = time.monotonic()
@@ -75,17 +76,23 @@ class Reader:
         if not (self._stopping or self.over):
             try:
                 self._advance(now_s)
+                if self._closing is not None and not self._engine.listening:
+                    raise self._closing
             except ConnectionError as exc:
-                self.stop(exc)
+                self.drop(exc)
             except Exception as exc:
                 log.exception("serving a ucx reader failed on our side")
-                self.stop(exc)
+                self.drop(exc)
         if self._stopping and not self.over and self._engine.is_quiet(self._link):
             self.over = True
             self._end()
         return not self.over
 
     def stop(self, error: Exception) -> None:
+        # Once nobody listens: a reader would connect again at once, and wait for an answer.
+        self._closing = error
+
+    def drop(self, error: Exception) -> None:
         if self._stopping or self.over:
             return
         log.debug("a ucx reader is dropped: %s", error)

@@ -58,7 +58,9 @@ class EngineSocket:
             listener.listen(128)
         except OSError as error:
             listener.close()
-            raise ConfigError(f"the engine socket {self.path} cannot be made: {error.strerror or error}") from None
+            raise ConfigError(
+                f"the engine socket {self.path} cannot be made: {error.strerror or error}"
+            ) from None
         except ConfigError:
             listener.close()
             raise

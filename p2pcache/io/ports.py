@@ -74,9 +74,7 @@ class Transport(Protocol):
     def reaches(self, peer: Member) -> bool:
         """Whether this transport could work with the peer, judged by what it advertises."""
 
-    def pull(
-        self, peer: Member, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]
-    ) -> Pull:
+    def pull(self, peer: Member, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]) -> Pull:
         """Fetch `ticket.nbytes` into `dest` (writable, exactly as long).
 
         `progress(n)` is called on the loop as the first n bytes become whole; n only grows.

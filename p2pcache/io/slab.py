@@ -78,7 +78,9 @@ class HostSlab(MappedSlab):
         try:
             os.posix_fallocate(self.fd, 0, nbytes + HEADER_BYTES)
             os.pwrite(self.fd, _HEADER.pack(_MAGIC, _VERSION, 0, nbytes, self.nonce), 0)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            fcntl.fcntl(
+                self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            )
             super().__init__(self.fd, nbytes, self.nonce, writable=True)
         except OSError as error:
             os.close(self.fd)
@@ -128,7 +130,9 @@ def attach(path: str, role: str, timeout_s: float) -> tuple[socket.socket, Membe
         head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 1)
         reply = wire.decode(_receive(sock, _frame_length(head)))
         if reply.kind != "r" or reply.op != "attach" or len(fds) != 1:
-            raise RemoteError(f"the node refused to hand over its slab: {reply.body.get('text', 'no reason')}")
+            raise RemoteError(
+                f"the node refused to hand over its slab: {reply.body.get('text', 'no reason')}"
+            )
         slab = MappedSlab(fds[0], reply.body["slab_bytes"], reply.body["nonce"], writable=role == "engine")
         return sock, Member.from_wire(reply.body["member"]), slab
     except BaseException:

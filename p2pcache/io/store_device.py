@@ -56,7 +56,12 @@ class DeviceStore:
             self._bytes -= kept[1]
 
     def status(self) -> dict[str, Any]:
-        return {"device": str(self.device), "bytes": self._bytes, "bytes_max": self._bytes_max, "values": len(self._values)}
+        return {
+            "device": str(self.device),
+            "bytes": self._bytes,
+            "bytes_max": self._bytes_max,
+            "values": len(self._values),
+        }
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -40,7 +40,16 @@ from p2pcache.core.nvmeindex import (
 )
 from p2pcache.core.nvmelog import Record, State, encode_header, encode_segment, round_up
 from p2pcache.io._nvme_files import NvmeStats, SegmentFiles, open_files
-from p2pcache.types import BodyInfo, ConfigError, ContentKey, ExactKey, InvariantError, LayoutError, NodeDown, TierFull
+from p2pcache.types import (
+    BodyInfo,
+    ConfigError,
+    ContentKey,
+    ExactKey,
+    InvariantError,
+    LayoutError,
+    NodeDown,
+    TierFull,
+)
 
 __all__ = ["WORKERS_MAX", "Appended", "NvmeStats", "NvmeStore"]
 

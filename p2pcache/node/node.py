@@ -107,7 +107,9 @@ class Node:
         )
         self.residency.on_held = self.publisher.held
         self.residency.on_gone = self.publisher.gone
-        self.puller = Puller(config, ports.control, ports.transports, self.residency, self.costs, self.counters)
+        self.puller = Puller(
+            config, ports.control, ports.transports, self.residency, self.costs, self.counters
+        )
         self.desk = PeerDesk(config, self.residency, self.counters)
         self.sessions: set[Session] = set()
         self.descriptors: dict[bytes, None] = {}  # namespaces known in the mesh, oldest first
@@ -245,7 +247,11 @@ class Node:
             holders = into.setdefault(one.body.exact, {})
             for holder in one.holders:
                 # What we hold ourselves we know better than any owner does.
-                if holder.node != self.name or holder.node not in holders and self.residency.where(one.body.exact):
+                if (
+                    holder.node != self.name
+                    or holder.node not in holders
+                    and self.residency.where(one.body.exact)
+                ):
                     holders[holder.node] = (one.body, holder)
             if not holders:
                 del into[one.body.exact]
@@ -316,7 +322,9 @@ class Node:
 
     # -- store -----------------------------------------------------------------------------------
 
-    async def reserve(self, session: Session, bodies: Sequence[BodyInfo], deadline_s: float) -> list[Slot | str]:
+    async def reserve(
+        self, session: Session, bodies: Sequence[BodyInfo], deadline_s: float
+    ) -> list[Slot | str]:
         """Slots for an engine to write into; `resident` or a reason where there is none to write."""
         out: list[Slot | str] = []
         for body in bodies:
@@ -405,7 +413,8 @@ class Node:
         self.learn([descriptor])
         peers = [m for m in self.view.members.values() if m.name != self.name]
         requests = (
-            self.ports.control.request(p, "namespaces", {"descriptors": [descriptor]}, deadline_s) for p in peers
+            self.ports.control.request(p, "namespaces", {"descriptors": [descriptor]}, deadline_s)
+            for p in peers
         )
         for reply in await asyncio.gather(*requests, return_exceptions=True):
             if isinstance(reply, Mapping):

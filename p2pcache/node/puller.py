@@ -8,7 +8,6 @@ the body costs one round trip. The deadline is the caller's and covers all of it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,7 +114,12 @@ class Puller:
             return Pulled(None, miss=Miss.DEADLINE)
 
     async def _pilot(
-        self, body: BodyInfo, holders: tuple[Holder, ...], deadline_s: float, turn: asyncio.Future, ask: FlightTicket
+        self,
+        body: BodyInfo,
+        holders: tuple[Holder, ...],
+        deadline_s: float,
+        turn: asyncio.Future,
+        ask: FlightTicket,
     ) -> Pulled:
         """Fly, and land whatever happens, so that no passenger is left behind."""
         outcome = Pulled(None, miss=Miss.HOLDER_UNREACHABLE)
@@ -258,7 +262,9 @@ class Puller:
         except BaseException as error:
             for waiting in batch.waiting:
                 if not waiting.done():
-                    waiting.set_exception(error if isinstance(error, RemoteError) else RemoteError(repr(error)))
+                    waiting.set_exception(
+                        error if isinstance(error, RemoteError) else RemoteError(repr(error))
+                    )
             return
         for waiting, ticket in zip(batch.waiting, tickets, strict=True):
             if not waiting.done():
@@ -325,7 +331,13 @@ class _Transfer:
         try:
             async with asyncio.timeout_at(deadline_s):
                 while checked < layers:
-                    whole = layers if self._pull.done.done() else self._arrived // layer_bytes if layer_bytes else 0
+                    whole = (
+                        layers
+                        if self._pull.done.done()
+                        else self._arrived // layer_bytes
+                        if layer_bytes
+                        else 0
+                    )
                     if self._pull.done.done():
                         self._pull.done.result()
                     if whole == checked:
@@ -333,7 +345,12 @@ class _Transfer:
                         await self._news.wait()
                         continue
                     bad = await self._residency.slab.first_bad_layer(
-                        self._slot.offset, ticket.nbytes, self._slot.body.exact, ticket.checksums, checked, whole
+                        self._slot.offset,
+                        ticket.nbytes,
+                        self._slot.body.exact,
+                        ticket.checksums,
+                        checked,
+                        whole,
                     )
                     if bad is not None:
                         raise CorruptBody(f"layer {bad} does not match its checksum")

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.cluster.conftest import NODES, add_node
 
 from p2pcache.types import ConfigError, NodeDown
+from tests.cluster.conftest import NODES, add_node
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 MIB = 1 << 20
@@ -135,7 +135,9 @@ def test_a_node_that_joins_becomes_a_member_and_one_that_leaves_is_forgotten(mes
         assert answer["came"] == 4, answer
     finally:
         cluster.remove_node(node, allow_graceful=True)
-    eventually(lambda: {m["name"] for m in mesh.status()["members"]} == set(NODES) and mesh.status()["agreed"])
+    eventually(
+        lambda: {m["name"] for m in mesh.status()["members"]} == set(NODES) and mesh.status()["agreed"]
+    )
     assert on_node("c", fetch, 4, 256)["came"] == 4
 
 

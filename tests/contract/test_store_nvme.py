@@ -40,7 +40,9 @@ def make(number: int, nbytes: int = 60_000, layers: int = 3, meta: bytes = b"") 
     body = memoryview(random.Random(number).randbytes(nbytes))
     exact = ExactKey(number.to_bytes(16, "little"))
     content = ContentKey((number % 1000).to_bytes(16, "big"))
-    info = BodyInfo(content, exact, tokens=256, nbytes=nbytes, provenance=Provenance.ISOLATED, base_position=77)
+    info = BodyInfo(
+        content, exact, tokens=256, nbytes=nbytes, provenance=Provenance.ISOLATED, base_position=77
+    )
     return Record(info, checksum_body(body, exact, layers), meta), body
 
 

@@ -180,7 +180,9 @@ class TestRestore:
     def test_usage_counts_at_once_and_the_next_place_evicts_the_oldest(self):
         index = make_index(3)
         for number, epoch in ((0, 30), (1, 10), (2, 20)):
-            index.restore(number, epoch, self.entries(epoch, make_record(epoch, 2), make_record(epoch + 1, 2)))
+            index.restore(
+                number, epoch, self.entries(epoch, make_record(epoch, 2), make_record(epoch + 1, 2))
+            )
         index.validate()
         assert index.used_bytes == 3 * 7 * PAGE_BYTES and len(index) == 6
         assert index.room(make_record(9, pages=2)) == NeedsReclaim(

@@ -118,8 +118,14 @@ def test_reads_a_models_rotation(model, interleaved: bool, rotary_dim: int) -> N
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}), "length"),
-        (("SmolLM3", {"no_rope_layers": [1, 0], "pad_token_id": 0}), "every layer"),  # a layer without rotation
+        (
+            ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+            "length",
+        ),
+        (
+            ("SmolLM3", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
+            "every layer",
+        ),  # a layer without rotation
         (("Gemma3", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}), "layer type"),
         (("OPT", {"max_position_embeddings": 2048, "ffn_dim": 48, "word_embed_proj_dim": 32}), "no rotary"),
     ],

@@ -17,7 +17,16 @@ ROOT = Path(__file__).parents[2]
 def demo(tmp_path_factory: pytest.TempPathFactory) -> dict:
     out = tmp_path_factory.mktemp("demo") / "demo.json"
     before = _ours()
-    command = [sys.executable, "-m", "p2pcache.cli", "demo", "--json", str(out), "--cache", str(ROOT / ".cache")]
+    command = [
+        sys.executable,
+        "-m",
+        "p2pcache.cli",
+        "demo",
+        "--json",
+        str(out),
+        "--cache",
+        str(ROOT / ".cache"),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1400)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     print(done.stdout)
@@ -30,7 +39,9 @@ def _ours() -> set[str]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
-                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                command = (
+                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                )
             except OSError:
                 continue
             if any(word in command for word in ("ray::", "raylet", "gcs_server", "p2pcache.cli demo")):

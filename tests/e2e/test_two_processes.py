@@ -32,8 +32,12 @@ def free_port() -> int:
 def node(name: str, folder: Path, port: int, *peers: int) -> Iterator[dict]:
     """`p2pcache start --alone` in a process of its own; yields what it says of itself."""
     settings = {
-        "name": name, "runtime_dir": folder / name, "control_port": port, "host_bytes_max": 32 << 20, "transports": "tcp",
-    }  # fmt: skip
+        "name": name,
+        "runtime_dir": folder / name,
+        "control_port": port,
+        "host_bytes_max": 32 << 20,
+        "transports": "tcp",
+    }
     command = [sys.executable, "-m", "p2pcache.cli", "start", "--alone", "--json"]
     command += [a for k, v in settings.items() for a in ("--set", f"{k}={v}")]
     command += ["--peers", ",".join(f"127.0.0.1:{p}" for p in peers)]
@@ -83,7 +87,9 @@ def test_kv_stored_beside_one_node_is_read_beside_the_other(pair):
         assert other.lookup(tokens, chunker=CHUNKER).chunks[0].source == "local"
 
 
-def test_the_command_line_shows_the_mesh_and_what_it_holds(pair, tmp_path: Path, capsys: pytest.CaptureFixture):
+def test_the_command_line_shows_the_mesh_and_what_it_holds(
+    pair, tmp_path: Path, capsys: pytest.CaptureFixture
+):
     a, b = pair
     tokens = list(range(300))
     with p2pcache.connect(a["socket"]) as writer:
@@ -130,6 +136,13 @@ def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        settings = ["--set", f"control_port={port}", "--set", f"runtime_dir={tmp_path / 'run'}", "--set", "host_bytes_max=1048576"]
+        settings = [
+            "--set",
+            f"control_port={port}",
+            "--set",
+            f"runtime_dir={tmp_path / 'run'}",
+            "--set",
+            "host_bytes_max=1048576",
+        ]
         assert cli.main(["start", "--alone", *settings]) == 2
         assert str(port) in capsys.readouterr().err

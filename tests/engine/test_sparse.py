@@ -87,7 +87,9 @@ def test_without_pieces_it_is_a_full_prefill(model) -> None:
     assert sparse.recomputed.tolist() == list(range(96)) and sparse.exact_tokens == 96
 
 
-@pytest.mark.parametrize("spans", [[(0, 95)], [(0, 96)], [(0, 32), (32, 60)], [(0, 16), (40, 64), (70, 80)], [(3, 4)]])
+@pytest.mark.parametrize(
+    "spans", [[(0, 95)], [(0, 96)], [(0, 32), (32, 60)], [(0, 16), (40, 64), (70, 80)], [(3, 4)]]
+)
 def test_exact_pieces_change_nothing(model, spans) -> None:
     logits, cache = full_prefill(model, TOKENS)
     source = stored(cache, *spans)
@@ -151,7 +153,11 @@ def test_a_body_moves_by_turning_its_keys_and_leaving_its_values(model) -> None:
         bodies.append(extract_kv(cache, 0, 20))
     near, far = bodies
     for layer in range(3):
-        close(rope.rotate(near[layer, 0], 696), far[layer, 0], atol=1e-5 * float(far[layer, 0].abs().max()) + 1e-5)
+        close(
+            rope.rotate(near[layer, 0], 696),
+            far[layer, 0],
+            atol=1e-5 * float(far[layer, 0].abs().max()) + 1e-5,
+        )
         close(near[layer, 1], far[layer, 1], atol=1e-5)
 
 
@@ -183,7 +189,8 @@ def test_later_kv_never_reaches_earlier_tokens(model) -> None:
     changed = body.clone()
     changed[:, :, 10:] += 1  # positions 43 and later
     before, after = (
-        sparse_prefill(model, prompt, [piece], Bodies((piece, b)), rope, head_tokens=8) for b in (body, changed)
+        sparse_prefill(model, prompt, [piece], Bodies((piece, b)), rope, head_tokens=8)
+        for b in (body, changed)
     )
     assert torch.equal(extract_kv(before.cache, 0, 43), extract_kv(after.cache, 0, 43))
     assert not torch.equal(before.logits_last, after.logits_last)

@@ -183,7 +183,13 @@ def test_a_node_that_is_down_costs_the_cache_and_nothing_else(engines, mesh, mod
 
 @pytest.mark.parametrize(
     ("tokens", "words"),
-    [([], "at least one"), ([1] * 513, "context"), ([VOCAB], "vocabulary"), ([1.5], "integers"), ([[1]], "one row")],
+    [
+        ([], "at least one"),
+        ([1] * 513, "context"),
+        ([VOCAB], "vocabulary"),
+        ([1.5], "integers"),
+        ([[1]], "one row"),
+    ],
 )
 def test_a_bad_prompt_is_refused_in_words(engines, tokens, words):
     with pytest.raises(ConfigError, match=words):
@@ -199,7 +205,9 @@ def test_a_prompt_of_one_token(engines, model):
 
 def test_a_model_whose_keys_cannot_move_gets_exact_reuse_only(mesh):
     torch.manual_seed(0)
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=256)).eval()
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=256)
+    ).eval()
     with mesh.client(0) as a, mesh.client(1) as b:
         first, second = (TransformersEngine(gpt2, c, weights="g") for c in (a, b))
         assert not first.content_reuse and "rotary" in first.why_exact_only
