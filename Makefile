@@ -29,7 +29,7 @@ test-engine: $(STAMP) ## with the small model, on the CPU
 	@$(PYTEST) -m engine
 
 test-gpu: $(STAMP) ## on a CUDA device
-	@$(PYTEST) tests/gpu -m gpu
+	@$(PYTEST) -m gpu
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .

@@ -232,7 +232,10 @@ class Engine:
             self._ucp = self._worker = None
 
     def _stop_listening(self) -> None:
+        """Once deaf for a while. Readers who are neither accepted nor rejected would never be told."""
         if self._listener is not None:
+            self._worker.progress()
+            self._run_commands()
             self._listener.close()
             self._listener = None
             self._stirred = True

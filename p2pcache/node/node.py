@@ -21,12 +21,13 @@ from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Control, NvmeTier, Slab, Transport
 from p2pcache.node.counters import Counters
 from p2pcache.node.holder import Holder as PeerDesk
+from p2pcache.node.owners import Owners, Sightings
 from p2pcache.node.publisher import Publisher
 from p2pcache.node.puller import Puller
 from p2pcache.node.residency import Residency
 from p2pcache.node.session import Session
 from p2pcache.node.shard import Shard
-from p2pcache.node.wireform import found_from_wire, found_to_wire
+from p2pcache.node.wireform import found_to_wire
 from p2pcache.types import (
     BodyInfo,
     ContentKey,
@@ -111,6 +112,7 @@ class Node:
             config, ports.control, ports.transports, self.residency, self.costs, self.counters
         )
         self.desk = PeerDesk(config, self.residency, self.counters)
+        self.owners = Owners(ports.control, self.shard, self.counters)
         self.sessions: set[Session] = set()
         self.descriptors: dict[bytes, None] = {}  # namespaces known in the mesh, oldest first
         self._housekeeper: asyncio.Task | None = None
@@ -136,7 +138,7 @@ class Node:
             _log.warning("a View without this incarnation was ignored")
             return
         self.view = view
-        self.puller.view = view
+        self.puller.view = self.owners.view = view
         self.shard.on_view(view)
         self.publisher.on_view(view)
 
@@ -158,27 +160,19 @@ class Node:
         """
         self.counters["lookups"] += 1
         self.counters["chunks"] += len(chunks)
-        # 1. Our own tiers. The exact body at hand needs no directory.
-        known: dict[ContentKey, dict[ExactKey, dict[str, tuple[BodyInfo, Holder]]]] = {}
-        asked: dict[ContentKey, Miss | None] = {}
-        for content, exact in chunks:
-            if content in known:
-                continue
-            known[content] = {}
-            self._merge(known[content], self.residency.find(content))
-            if everywhere or exact not in known[content]:
-                asked[content] = Miss.ABSENT
+        # 1. Our own tiers. A body that is here whole and exact needs no directory.
+        sightings = Sightings(self.name, lambda exact: self.residency.where(exact) is not None)
+        for content in dict.fromkeys(content for content, _ in chunks):
+            sightings.add(content, self.residency.find(content))
+        ask = dict.fromkeys(c for c, exact in chunks if everywhere or not sightings.has(c, exact))
         # 2. The owners: one request each, all in parallel, the whole prompt at once.
-        await self._ask_owners(asked, known, deadline_s)
+        absent = await self.owners.ask(ask, sightings, deadline_s)
         # 3. The plan.
         ways = {p.name: ways[0].name for p in self.view.members.values() if (ways := self.puller.ways(p))}
         busy = self.puller.flights.bytes_by_peer()
         answers = []
         for content, exact in chunks:
-            found = tuple(
-                Found(next(iter(holders.values()))[0], tuple(h for _, h in holders.values()))
-                for holders in known[content].values()
-            )
+            found = sightings.under(content)
             choice = plan_chunk(
                 exact,
                 found,
@@ -187,74 +181,11 @@ class Node:
                 busy_bytes=busy,
                 costs=self.costs,
                 content_reuse=content_reuse,
-                absent=asked.get(content) or Miss.ABSENT,
+                absent=absent.get(content, Miss.ABSENT),
             )
             self._count_choice(choice)
             answers.append(Answer(choice, found))
         return answers
-
-    async def _ask_owners(
-        self,
-        asked: dict[ContentKey, Miss | None],
-        known: dict[ContentKey, dict[ExactKey, dict[str, tuple[BodyInfo, Holder]]]],
-        deadline_s: float,
-    ) -> None:
-        """Ask each key's first owner, and the second where the first does not answer."""
-        pending = list(asked)
-        for rank in range(2):
-            by_owner: dict[str, list[ContentKey]] = {}
-            for content in pending:
-                owners = self.view.ring.owners(content)
-                if rank < len(owners):
-                    by_owner.setdefault(owners[rank], []).append(content)
-            results = await asyncio.gather(
-                *(self._ask_owner(owner, contents, deadline_s) for owner, contents in by_owner.items())
-            )
-            pending = []
-            for contents, result in zip(by_owner.values(), results, strict=True):
-                if isinstance(result, Miss):
-                    asked.update(dict.fromkeys(contents, result))
-                    pending += contents
-                    continue
-                lists, unknown = result
-                for content, found in zip(contents, lists, strict=True):
-                    asked[content] = Miss.UNKNOWN if unknown else Miss.ABSENT
-                    self._merge(known[content], found)
-
-    async def _ask_owner(
-        self, owner: str, contents: list[ContentKey], deadline_s: float
-    ) -> tuple[list[list[Found]], bool] | Miss:
-        if owner == self.name:
-            return self.shard.lookup(contents)
-        self.counters["lookup_rpcs"] += 1
-        peer = self.view.members.get(owner)
-        if peer is None:  # it left while we were getting here
-            return Miss.OWNER_UNREACHABLE
-        # Half of what is left, so that a silent first owner leaves time for the second.
-        by_s = self._loop.time() + (deadline_s - self._loop.time()) / 2
-        try:
-            reply = await self.ports.control.request(peer, "directory.lookup", {"contents": contents}, by_s)
-        except RemoteError:
-            return Miss.DEADLINE if self._loop.time() >= by_s else Miss.OWNER_UNREACHABLE
-        if len(reply["found"]) != len(contents):
-            return Miss.OWNER_UNREACHABLE
-        return [[found_from_wire(f) for f in found] for found in reply["found"]], reply["unknown"]
-
-    def _merge(
-        self, into: dict[ExactKey, dict[str, tuple[BodyInfo, Holder]]], found: Sequence[Found]
-    ) -> None:
-        for one in found:
-            holders = into.setdefault(one.body.exact, {})
-            for holder in one.holders:
-                # What we hold ourselves we know better than any owner does.
-                if (
-                    holder.node != self.name
-                    or holder.node not in holders
-                    and self.residency.where(one.body.exact)
-                ):
-                    holders[holder.node] = (one.body, holder)
-            if not holders:
-                del into[one.body.exact]
 
     def _count_choice(self, choice: Choice) -> None:
         if choice.match is Match.NONE:
