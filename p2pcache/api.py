@@ -6,7 +6,7 @@
     with cache.fetch(lookup) as fetched:
         for chunk in fetched:           # chunk.kv: [layers, 2, tokens, kv_heads, head_dim] or None
             ...
-    cache.store(lookup.chunks, kv)
+    cache.store([c.keys for c in lookup.chunks], kv)
 
 A fault never raises here: it is a miss with a reason. Only a mistake of the caller raises
 (`ConfigError`, `LayoutError`). All calls are synchronous and may come from any thread; each has a
@@ -27,7 +27,7 @@ import torch
 
 from p2pcache.core.checksum import checksum_body
 from p2pcache.core.chunking import Chunker, ContentChunker, as_tokens
-from p2pcache.core.keys import ChunkKeys, Namespace, approximate_key, chunk_keys, exact_key
+from p2pcache.core.keys import ChunkKeys, Namespace, body_key, chunk_keys, exact_key
 from p2pcache.discovery import find_socket
 from p2pcache.io.link import Link
 from p2pcache.io.streams import Stream, default_stream
@@ -37,6 +37,7 @@ from p2pcache.types import (
     BodyInfo,
     ConfigError,
     DeadlineExceeded,
+    Found,
     LayoutError,
     Match,
     Miss,
@@ -50,6 +51,7 @@ _log = logging.getLogger(__name__)
 LOOKUP_BUDGET_S = 0.25
 FETCH_BUDGET_S = 5.0
 _RECONNECT_S = 1.0
+_COMMIT_S = 1.0
 _DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
@@ -132,7 +134,7 @@ class Client:
         try:
             path = self._find()
             link = Link(path, self.budget_s)
-        except (NodeDown, RemoteError) as error:
+        except Exception as error:  # whatever it is (Ray may raise anything), the next try is due
             _log.info("still without a node: %s", error)
         with self._lock:
             self._reconnecting = False
@@ -264,8 +266,9 @@ class Cache:
         try:
             link = self.client.link()
             grants = link.call("fetch", request, budget_s)["grants"] if wanted else []
+            held = [grant[3][2] for grant in grants if grant[3] is not None]
             for c, grant in zip(wanted, grants, strict=True):
-                out[c.keys.start] = self._granted(link, c, grant, held)
+                out[c.keys.start] = self._granted(link, c, grant)
         except (NodeDown, RemoteError) as error:
             miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
             out = {c.keys.start: FetchedChunk(c, None, Source.RECOMPUTE, "", "", miss, 0.0) for c in wanted}
@@ -279,8 +282,12 @@ class Cache:
         self, lookup: Lookup, *, stream: Stream | None = None, budget_s: float = FETCH_BUDGET_S
     ) -> Prefetch:
         """Start a fetch beside the caller. stream: where layers go; default: this process's CPU one."""
-        stream = stream or default_stream()
-        return Prefetch(lambda: self.fetch(lookup, budget_s=budget_s), self.layout.layers, stream)
+        by_s = time.monotonic() + budget_s  # from now on, also while other prefetches are before it
+
+        def fetch() -> Fetched:
+            return self.fetch(lookup, budget_s=max(by_s - time.monotonic(), 0.0))
+
+        return Prefetch(fetch, self.layout.layers, stream or default_stream())
 
     # -- keep ------------------------------------------------------------------------------------
 
@@ -308,12 +315,15 @@ class Cache:
             raise ConfigError(f"{len(each)} provenances for {len(chunks)} chunks")
         bodies = [self.body(c, p) for c, p in zip(chunks, each, strict=True) if c.tokens > 0]
         chunks = [c for c in chunks if c.tokens > 0]
+        if not bodies:
+            return Stored(0, 0, Counter())
+        by_s = time.monotonic() + budget_s
         refused: Counter[str] = Counter()
         try:
             link = self.client.link()
             request = {"bodies": [body_to_wire(b) for b in bodies], "deadline_s": budget_s}
-            slots = link.call("reserve", request, budget_s * 2)["slots"] if bodies else []
-            committed, resident = self._write(link, chunks, bodies, slots, kv, offset, refused, budget_s)
+            slots = link.call("reserve", request, budget_s)["slots"]
+            committed, resident = self._write(link, chunks, bodies, slots, kv, offset, refused, by_s)
         except (NodeDown, RemoteError) as error:
             refused[Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN] += len(bodies)
             return Stored(0, 0, refused, lambda _: False)
@@ -356,42 +366,35 @@ class Cache:
     def _mark_runs(self, chunks: Sequence[LookupChunk]) -> Iterator[LookupChunk]:
         """Say of each chosen body whether it was computed right behind the one before it.
 
-        Where several bodies of a chunk are known, one that continues the run is taken.
+        Where several bodies of a chunk are known, one that continues the run is taken, provided that
+        a node has it from which the planner takes something for this prompt anyhow.
         """
+        reachable = {c.peer for c in chunks if c.body is not None}
         before: BodyInfo | None = None
         for c in chunks:
             if before is not None and c.match is Match.CONTENT:
                 follower = exact_key(self._key, before.exact, c.keys.digest)
-                for found in c.found:
-                    if found.body.exact == follower:
-                        yield (c := dataclasses.replace(c, body=found.body, follows=True))
-                        break
-                else:
-                    yield c
-            else:
-                yield c
+                c = next((_on(c, f, reachable) for f in c.found if f.body.exact == follower), c)
+            yield c
             before = c.body
 
-    def _granted(self, link: Link, c: LookupChunk, grant: list[Any], held: list[int]) -> FetchedChunk:
+    def _granted(self, link: Link, c: LookupChunk, grant: list[Any]) -> FetchedChunk:
         source, peer, transport, where, _, miss, seconds = grant
-        kv = None
-        if where is not None:
-            offset, nbytes, generation = where
-            held.append(generation)
-            kv = self._tensor(link, offset, nbytes, c.keys.tokens)
-        return FetchedChunk(c, kv, Source(source), peer, transport, Miss(miss) if miss else None, seconds)
+        if where is None:
+            return FetchedChunk(c, None, Source.RECOMPUTE, peer, transport, Miss(miss), seconds)
+        offset, nbytes, _ = where
+        if nbytes != self.layout.body_bytes(c.keys.tokens):
+            return FetchedChunk(c, None, Source.RECOMPUTE, peer, transport, Miss.LAYOUT, seconds)
+        kv = self._tensor(link, offset, nbytes, c.keys.tokens)
+        return FetchedChunk(c, kv, Source(source), peer, transport, None, seconds)
 
     def _tensor(self, link: Link, offset: int, nbytes: int, tokens: int) -> torch.Tensor:
-        if nbytes != self.layout.body_bytes(tokens):
-            raise RemoteError(f"a body of {nbytes} bytes does not hold {tokens} tokens of this layout")
         flat = torch.frombuffer(link.slab.view(offset, nbytes), dtype=_DTYPES[self.layout.dtype])
         return flat.view(self.layout.shape(tokens))
 
     def body(self, chunk: ChunkKeys, provenance: Provenance) -> BodyInfo:
         """How the KV of a chunk is named when it was computed so."""
-        exact = chunk.exact
-        if provenance is Provenance.APPROXIMATE:
-            exact = approximate_key(self._key, exact)
+        exact = body_key(self._key, chunk.exact, provenance)
         nbytes = self.layout.body_bytes(chunk.tokens)
         return BodyInfo(chunk.content, exact, chunk.tokens, nbytes, provenance, chunk.start)
 
@@ -421,26 +424,31 @@ class Cache:
         kv: torch.Tensor | Callable[[ChunkKeys, torch.Tensor], None],
         offset: int,
         refused: Counter[str],
-        budget_s: float,
+        by_s: float,
     ) -> tuple[int, int]:
         """Fill reserved slots and commit them. Returns (committed, resident before)."""
         resident, ready = 0, []
         pending = {slot[2] for slot in slots if slot[0] == "ok"}
         try:
-            for chunk, body, (status, where, generation) in zip(chunks, bodies, slots, strict=True):
-                if status == "resident":
-                    resident += 1
-                elif status != "ok":
-                    refused[status] += 1
-                else:
-                    out = self._tensor(link, where, body.nbytes, chunk.tokens)
-                    if isinstance(kv, torch.Tensor):
-                        out.copy_(kv[:, :, chunk.start - offset : chunk.stop - offset])
+            with link.writing():
+                for chunk, body, (status, where, generation) in zip(chunks, bodies, slots, strict=True):
+                    if status == "resident":
+                        resident += 1
+                    elif status != "ok":
+                        refused[status] += 1
                     else:
-                        kv(chunk, out)
-                    view = link.slab.view(where, body.nbytes)
-                    ready.append([generation, list(checksum_body(view, body.exact, self.layout.layers)), b""])
-            committed = link.call("commit", {"slots": ready}, budget_s)["committed"] if ready else 0
+                        out = self._tensor(link, where, body.nbytes, chunk.tokens)
+                        if isinstance(kv, torch.Tensor):
+                            out.copy_(kv[:, :, chunk.start - offset : chunk.stop - offset])
+                        else:
+                            kv(chunk, out)
+                        sums = checksum_body(
+                            link.slab.view(where, body.nbytes), body.exact, self.layout.layers
+                        )
+                        ready.append([generation, list(sums), b""])
+            # What is written is worth a moment: the caller's writer may have used up the budget.
+            left_s = max(by_s - time.monotonic(), _COMMIT_S)
+            committed = link.call("commit", {"slots": ready}, left_s)["committed"] if ready else 0
             pending.clear()
             return committed, resident
         finally:
@@ -450,8 +458,7 @@ class Cache:
     @staticmethod
     def _published(link: Link, budget_s: float) -> bool:
         try:
-            link.call("published", {}, budget_s)
-            return True
+            return link.call("published", {}, budget_s)["told"]
         except (NodeDown, RemoteError):
             return False
 
@@ -468,6 +475,18 @@ def _chunk(keys: ChunkKeys, answer: list[Any]) -> LookupChunk:
         cost_s,
         Miss(miss) if miss else None,
     )
+
+
+def _on(c: LookupChunk, found: Found, reachable: set[str]) -> LookupChunk:
+    """The same chunk from another body, which follows the one before it; unchanged where out of reach."""
+    if c.body is not None and found.body.exact == c.body.exact:
+        return dataclasses.replace(c, follows=True)
+    near = [h for h in found.holders if h.node in reachable]
+    if not near:
+        return c
+    peer = min(near, key=lambda h: (h.node != c.peer, h.tier)).node
+    source = c.source if peer == c.peer else Source.PEER
+    return dataclasses.replace(c, body=found.body, peer=peer, source=source, follows=True)
 
 
 def _holders(c: LookupChunk) -> list[Any]:

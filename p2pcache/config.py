@@ -56,8 +56,6 @@ class NodeConfig:
     silent_retry_s: float = 5.0  # ... is not asked again for so long
     transport_retry_s: float = 30.0  # a transport that failed with a peer is left alone so long
 
-    lookup_timeout_s: float = 0.25  # default budget of a lookup
-    fetch_timeout_s: float = 5.0  # default budget of a fetch
     rpc_timeout_s: float = 1.0  # budget of a control message that no caller waits for
     remote_lease_s: float = 10.0  # how long a peer may read a slot
     client_leases_max: int = 65_536  # leases one engine may hold at once

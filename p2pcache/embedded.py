@@ -149,7 +149,8 @@ class KVCacheManager:
             return None
         if where is None:
             if miss == Miss.HOLDER_GONE:  # for good; any other reason may pass
-                self._current.pop(key, None)
+                if self._current.get(key) is body:  # and not a newer one, put meanwhile
+                    del self._current[key]
             return None
         offset, nbytes, generation = where
         try:

@@ -126,7 +126,7 @@ class Stored:
     _published: Callable[[float], bool] = field(repr=False, compare=False, default=lambda _: True)
 
     def published(self, budget_s: float = 2.0) -> bool:
-        """Wait until the owners have been told. False where the node did not manage in time."""
+        """Wait until the owners have been told. False where one of them was not, or not in time."""
         return self._published(budget_s)
 
 

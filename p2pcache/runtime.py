@@ -32,7 +32,7 @@ from p2pcache.io.transport_tcp import TcpTransport
 from p2pcache.io.transport_ucx import UcxTransport, ucx_available
 from p2pcache.node import Node, Ports
 from p2pcache.node.engines import EngineDesk
-from p2pcache.types import NodeDown
+from p2pcache.types import ConfigError, NodeDown
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -145,8 +145,15 @@ class NodeRuntime:
         rng = random.Random(incarnation)
         node = self.node = Node(config, name, incarnation, ports, rng, lambda: self.member)
         addresses = {}
-        for transport in transports:
-            addresses[transport.name] = await transport.start(node.desk.office)
+        for transport in list(transports):
+            try:
+                addresses[transport.name] = await transport.start(node.desk.office)
+            except ConfigError as error:
+                if len(transports) == 1:
+                    raise
+                _log.warning("the node goes without %s: %s", transport.name, error)
+                transports.remove(transport)
+                continue
             self._closers.append(transport.close)
         await control.start(node.on_peer)
         self.member = Member(name, incarnation, control.address, _boot_id(), addresses)

@@ -40,8 +40,8 @@ class Match(enum.StrEnum):
 class Provenance(enum.IntEnum):
     """What a body's tokens attended to when they were computed."""
 
-    ISOLATED = 0  # only their own segment, or a declared primer in front of it
-    IN_CONTEXT = 1  # a whole prompt, computed in full
+    ISOLATED = 0  # only their own segment, or a declared primer in front of it: never offered as exact
+    IN_CONTEXT = 1  # all tokens before them, computed in full
     APPROXIMATE = 2  # a prompt that itself contained reused KV: never offered as exact
 
 

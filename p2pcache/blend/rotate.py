@@ -122,6 +122,16 @@ class RopeSpec:
         return bool(error <= tolerance * far.float().norm())
 
 
+def length_dependent(model: Any) -> str:
+    """Why a model's keys depend on how long the prompt is, or "": such KV fits no other prompt at all."""
+    for module in model.modules():
+        types = getattr(module, "rope_type", "default")
+        for rope_type in types.values() if isinstance(types, dict) else [types]:
+            if any(word in str(rope_type) for word in LENGTH_DEPENDENT_TYPES):
+                return f"rope type {rope_type!r} changes with the prompt's length"
+    return ""
+
+
 def _read_rotary(model: Any) -> tuple[tuple[float, ...], float]:
     """`(inv_freq, attention_scaling)` of a model's one rotary embedding."""
     name = type(model).__name__
@@ -135,9 +145,7 @@ def _read_rotary(model: Any) -> tuple[tuple[float, ...], float]:
         if getattr(module, "inv_freq", None) is None:
             continue
         if any(word in rope_type for word in LENGTH_DEPENDENT_TYPES):
-            raise ConfigError(
-                f"{name}: rope type {rope_type!r} changes with the length, so keys cannot be moved"
-            )
+            raise ConfigError(f"{name}: its {length_dependent(model)}, so keys cannot be moved")
         vector = tuple(module.inv_freq.detach().double().flatten().tolist())
         found[vector, float(getattr(module, "attention_scaling", 1.0))] = None
     if not found:

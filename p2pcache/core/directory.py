@@ -55,7 +55,7 @@ class Directory:
         """Record that `holder` has each `(body, seq)`. Returns how many were accepted."""
         accepted = 0
         for info, seq in bodies:
-            body = self._body(info.content, info.exact, now_s)
+            body = self._body(info.content, info.exact, drop_held=True)
             if body is not None and self._put(body, holder, seq, now_s + self._ttl_s, gone=False):
                 body.info = info
                 accepted += 1
@@ -68,7 +68,7 @@ class Directory:
         accepted = 0
         for content, exact, seq in bodies:
             # Even where nothing is known to withdraw: the publish may still be on its way here.
-            body = self._body(content, exact, now_s)
+            body = self._body(content, exact, drop_held=False)
             if body is not None and self._put(body, holder, seq, now_s + self._tombstone_s, gone=True):
                 accepted += 1
         return accepted
@@ -112,12 +112,12 @@ class Directory:
                 self._keys.pop(content, None)
         return dropped
 
-    def _body(self, content: ContentKey, exact: ExactKey, now_s: float) -> _Body | None:
-        """The record of a body, made if need be; None where the bound on bodies a key is reached."""
+    def _body(self, content: ContentKey, exact: ExactKey, *, drop_held: bool) -> _Body | None:
+        """The record of a body, made if need be; None where a full key has nothing to drop for it."""
         per_key = self._keys.setdefault(content, {})
         body = per_key.get(exact)
         if body is None:
-            if len(per_key) >= self._bodies_max and not self._make_room(per_key, now_s):
+            if len(per_key) >= self._bodies_max and not self._make_room(per_key, drop_held):
                 return None
             body = per_key[exact] = _Body(None, {})
         return body
@@ -131,10 +131,15 @@ class Directory:
         return True
 
     @staticmethod
-    def _make_room(per_key: dict[ExactKey, _Body], now_s: float) -> bool:
-        """Drop one body that nobody is known to hold; the bounded few live ones stay."""
-        for exact, body in per_key.items():
-            if all(e.gone or e.expires_s <= now_s for e in body.holders.values()):
-                del per_key[exact]
-                return True
-        return False
+    def _make_room(per_key: dict[ExactKey, _Body], drop_held: bool) -> bool:
+        """Forget the body heard of longest ago: one that nobody holds, or if need be one that is held."""
+
+        def keep(exact: ExactKey) -> tuple[bool, float]:
+            held = [e.expires_s for e in per_key[exact].holders.values() if not e.gone]
+            return bool(held), max(held, default=0.0)
+
+        oldest = min(per_key, key=keep)
+        if keep(oldest)[0] and not drop_held:
+            return False
+        del per_key[oldest]
+        return True

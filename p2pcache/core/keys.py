@@ -26,7 +26,7 @@ import numpy as np
 from blake3 import blake3
 
 from p2pcache.core.layout import KVLayout
-from p2pcache.types import KEY_BYTES, ConfigError, ContentKey, ExactKey
+from p2pcache.types import KEY_BYTES, ConfigError, ContentKey, ExactKey, Provenance
 
 KEY_VERSION = 1
 CHAIN_ROOT = ExactKey(bytes(KEY_BYTES))
@@ -215,12 +215,17 @@ def exact_key(namespace_key: bytes, parent: ExactKey, digest: bytes) -> ExactKey
     return ExactKey(blake3(b"exact" + parent + digest, key=namespace_key).digest(KEY_BYTES))
 
 
-def approximate_key(namespace_key: bytes, exact: ExactKey) -> ExactKey:
-    """The name of a body whose context itself held reused KV.
+def body_key(namespace_key: bytes, exact: ExactKey, provenance: Provenance) -> ExactKey:
+    """The name of the body that was computed for a chunk with this exact key.
 
-    It can never equal an exact key, so such a body is found by content and never as exact.
+    Only KV computed behind all the tokens that the exact key names may carry it. What attended to
+    reused KV, or to less than the whole prompt, gets a name that can never equal an exact key, so it
+    is found by content and never as exact.
     """
-    return ExactKey(blake3(b"approximate" + exact, key=namespace_key).digest(KEY_BYTES))
+    if provenance is Provenance.IN_CONTEXT:
+        return exact
+    tag = b"approximate" if provenance is Provenance.APPROXIMATE else b"isolated"
+    return ExactKey(blake3(tag + exact, key=namespace_key).digest(KEY_BYTES))
 
 
 def named_key(namespace_key: bytes, name: int | str, version: int) -> ExactKey:

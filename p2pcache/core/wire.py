@@ -163,8 +163,8 @@ HOLDER = _tuple(NAME, U63, TIER)
 FOUND = _tuple(BODY, _list(HOLDER, HOLDERS_MAX))
 CHUNK = _tuple(KEY, KEY)  # content, exact
 CHECKSUMS = _list(U64, LAYERS_MAX)
-# An open ticket, or the reason why there is none: token, offset, nbytes, generation, checksums, meta
-TICKET = _tuple(_text(32), _tuple(TOKEN, U63, U63, U63, CHECKSUMS, _bytes(0, META_BYTES_MAX)))
+# An open ticket, or the reason why there is none: token, offset, generation, checksums, meta, body
+TICKET = _tuple(_text(32), _tuple(TOKEN, U63, U63, CHECKSUMS, _bytes(0, META_BYTES_MAX), BODY))
 NO_TICKET = _tuple(_text(32), _optional(_anything))
 MEMBER = _record(
     name=NAME, incarnation=U63, control=_text(), boot_id=_text(64), transports=_map(_text(16), _text(), 16)
@@ -233,7 +233,7 @@ OPS: dict[str, tuple[Check, Check]] = {
         _record(committed=U31),
     ),
     "abort": (_record(generations=_list(U63, CHUNKS_MAX)), NONE),
-    "published": (NONE, NONE),
+    "published": (NONE, _record(told=_bool)),
     "forget": (_record(bodies=_list(KEY, CHUNKS_MAX)), NONE),
     "pin": (_record(bodies=_list(KEY, CHUNKS_MAX), ttl_s=_number), _record(pinned=U31)),
     "open": (_record(descriptor=DESCRIPTOR), NONE),

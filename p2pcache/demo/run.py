@@ -44,7 +44,7 @@ _OBJECT_STORE_BYTES = 80 * MIB  # Ray's own; nothing of ours goes through it
 
 # a and b talk by shared memory, as nodes on one host do; the pairs with c are made to use a wire. The
 # host tier of c is smaller than the workload, so that its NVMe tier comes into play.
-SETTINGS: dict[str, Any] = {"host_bytes_max": 1024 * MIB, "lookup_timeout_s": 1.0}
+SETTINGS: dict[str, Any] = {"host_bytes_max": 1024 * MIB}
 BY_NODE: dict[str, dict[str, Any]] = {
     "a": {"transports_by_peer": {"c": ("ucx", "tcp")}},
     "b": {"transports_by_peer": {"c": ("tcp",)}},

@@ -12,6 +12,7 @@ another position) is stored as such and never as exact.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from p2pcache.api import Cache, Client
-from p2pcache.blend.rotate import RopeSpec
+from p2pcache.blend.rotate import RopeSpec, length_dependent
 from p2pcache.blend.select import HEAD_TOKENS, Piece
 from p2pcache.blend.sparse import SparsePrefill, decode, extract_kv, sparse_prefill
 from p2pcache.core.chunking import Chunker, ContentChunker, as_tokens
@@ -90,8 +92,12 @@ class TransformersEngine:
     ):
         """weights: fingerprint of the model's weights. tenant: a hashed salt (`hash_salt`).
 
-        A model whose keys cannot be moved gets exact reuse only; `content_reuse` says which.
+        A model whose keys cannot be moved gets exact reuse only; `content_reuse` says which. Raises
+        ConfigError for one whose keys depend on the length of the prompt: they cannot be reused at all.
         """
+        why = length_dependent(model)
+        if why:
+            raise ConfigError(f"{type(model).__name__}: its {why}, so its KV cannot be reused")
         self.model = model
         self.head_tokens = head_tokens
         config = model.config.get_text_config()
@@ -113,6 +119,7 @@ class TransformersEngine:
             layout,
             rope=self.rope.fingerprint() if self.rope is not None else None,
             tenant=tenant,
+            extras=(("config", _fingerprint(config)),),
         )
         self.cache: Cache = client.open(namespace)
         self._max_tokens = getattr(config, "max_position_embeddings", None)
@@ -182,12 +189,12 @@ class TransformersEngine:
         A chunk that was served from the mesh is not new, not even where parts of it were recomputed:
         a moved copy is no source for others.
         """
-        reused = {c.found.keys.start for c in prefill.chunks if c.kv is not None}
+        reused = {c.found.keys.exact for c in prefill.chunks if c.kv is not None}
         exact_until = len(prefill.tokens) if prefill.exact else prefill.sparse.exact_tokens
         return [
             (k, Provenance.IN_CONTEXT if k.stop <= exact_until else Provenance.APPROXIMATE)
             for k in self.cache.chunks(prefill.tokens, prefill.chunker)
-            if k.start not in reused
+            if k.exact not in reused
         ]
 
     def store(self, prefill: Prefill) -> Stored:
@@ -210,6 +217,22 @@ class TransformersEngine:
         if int(run.max()) >= self._vocab:
             raise ConfigError(f"token {int(run.max())} is outside the model's vocabulary of {self._vocab}")
         return run
+
+
+def _fingerprint(config: Any) -> bytes:
+    """A digest of all that a config says of the computation: equal weights can mean other KV.
+
+    What is left out says nothing of it; anything unknown counts.
+    """
+    said = {k: v for k, v in config.to_dict().items() if k not in _NOT_COMPUTATION}
+    return blake3(json.dumps(said, sort_keys=True, default=str).encode()).digest()
+
+
+_NOT_COMPUTATION = frozenset(
+    """_name_or_path architectures bos_token_id dtype eos_token_id id2label label2id max_position_embeddings
+    output_attentions output_hidden_states pad_token_id return_dict task_specific_params torch_dtype
+    transformers_version use_cache""".split()
+)
 
 
 def _pieces(chunks: Iterable[FetchedChunk]) -> dict[int, Piece]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import socket
 import struct
 import threading
+import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from p2pcache.core import wire
@@ -24,7 +27,7 @@ from p2pcache.types import DeadlineExceeded, NodeDown, RemoteError
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 0.5
-_SEND_TIMEOUT_S = 2
+_SEND_TIMEOUT_S = 1
 
 
 class Link:
@@ -42,12 +45,16 @@ class Link:
         # A node that was stopped by a signal must not hold up a sender for ever (law 3).
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_S, 0))
         self._sending = threading.Lock()
+        self._writers = 0  # threads that write into slots of the slab now
+        self._writers_lock = threading.Lock()
+        self._hung_up = False
         self._waiting: dict[int, Future[Mapping[str, Any]]] = {}
         self._ids = itertools.count(1)
         self._to_release: deque[list[int]] = deque()
         self.broken = False
         self._reader = threading.Thread(target=self._read, name="p2pcache-link", daemon=True)
         self._reader.start()
+        _links.add(self)
 
     def call(self, op: str, body: Mapping[str, Any], budget_s: float) -> Mapping[str, Any]:
         """Ask the node. Raises NodeDown, DeadlineExceeded, or RemoteError with the node's words."""
@@ -88,13 +95,40 @@ class Link:
             self.notify("release", {"generations": held})
 
     def close(self) -> None:
-        """Give back everything at once: the node sees the end of file."""
-        self.broken = True
+        """Give back everything: the node sees the end of file, once no thread writes to a slot any more."""
+        self._break()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Around every write into a reserved slot. Raises NodeDown on a broken link.
+
+        The node gives a slot to somebody else as soon as this connection ends, so the connection must
+        outlast whoever is still writing.
+        """
+        with self._writers_lock:
+            if self.broken:
+                raise NodeDown("the connection to this process's node is broken")
+            self._writers += 1
         try:
+            yield
+        finally:
+            with self._writers_lock:
+                self._writers -= 1
+            self._hang_up_if_idle()
+
+    def _break(self) -> None:
+        self.broken = True
+        self._hang_up_if_idle()
+
+    def _hang_up_if_idle(self) -> None:
+        with self._writers_lock:
+            if not self.broken or self._writers or self._hung_up:
+                return
+            self._hung_up = True
+        with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
-        self._reader.join()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
         self._sock.close()
         self.slab.unmap()
 
@@ -106,17 +140,22 @@ class Link:
                     raise NodeDown("the connection to this process's node is broken")
                 send_frame(self._sock, raw)
         except OSError as error:
-            self.broken = True
+            self._break()
             raise NodeDown(f"this process's node does not take messages: {error}") from None
 
     def _read(self) -> None:
         error: Exception = NodeDown("this process's node has gone")
         try:
             while (raw := receive_frame(self._sock)) is not None:
-                self._hand_over(wire.decode(raw))
+                try:
+                    self._hand_over(wire.decode(raw))
+                except RemoteError as refused:  # one bad reply costs the call that asked for it
+                    waiting = self._waiting.pop(wire.peek_id(raw), None)
+                    if waiting is not None:
+                        waiting.set_exception(refused)
         except (OSError, RemoteError) as caught:
             error = NodeDown(f"the connection to this process's node broke: {caught}")
-        self.broken = True
+        self._break()
         for waiting in list(self._waiting.values()):
             if not waiting.done():
                 waiting.set_exception(error)
@@ -139,3 +178,16 @@ class Link:
         elif late.op == "reserve":
             held = [generation for status, _, generation in late.body["slots"] if status == "ok"]
             self.notify("abort", {"generations": held})
+
+
+_links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked child must not keep a connection open: the node would take a dead engine for alive."""
+    for link in list(_links):
+        with suppress(OSError):
+            os.close(link._sock.detach())
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

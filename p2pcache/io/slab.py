@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from p2pcache.core import wire
 from p2pcache.core.checksum import checksum_layer
 from p2pcache.core.membership import Member
-from p2pcache.types import ConfigError, ExactKey, RemoteError
+from p2pcache.types import ConfigError, ExactKey, NodeDown, RemoteError
 
 HEADER_BYTES = mmap.PAGESIZE
 _HEADER = struct.Struct("<8sIIQ16s")
@@ -50,10 +50,16 @@ class MappedSlab:
         self._bytes = memoryview(self._map)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
-        """`nbytes` from `offset`; writable where the mapping is. Raises ValueError out of bounds."""
+        """`nbytes` from `offset`; writable where the mapping is.
+
+        Raises ValueError out of bounds, NodeDown after `unmap`.
+        """
         if not 0 <= offset <= offset + nbytes <= self.nbytes:
             raise ValueError(f"[{offset}, {offset + nbytes}) is outside a slab of {self.nbytes} bytes")
-        return self._bytes[HEADER_BYTES + offset : HEADER_BYTES + offset + nbytes]
+        try:
+            return self._bytes[HEADER_BYTES + offset : HEADER_BYTES + offset + nbytes]
+        except ValueError:  # released
+            raise NodeDown("this mapping of the slab has been given up") from None
 
     def unmap(self) -> None:
         """Give up the mapping: at once, or with the last view of it that somebody still has. Idempotent."""

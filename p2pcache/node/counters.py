@@ -25,7 +25,7 @@ MEANINGS = {
     "tickets_refused": "bodies that peers asked for and did not get",
     "corrupt": "bodies whose bytes did not match their checksum; none of them was served",
     "quarantined": "slots kept out of use because a late write was still possible",
-    "unpublished": "messages to owners that were lost; the next re-publish repairs them",
+    "unpublished": "batches to owners that were lost: publishes come again, withdrawals time out",
 }
 """Besides these: `miss_<reason>` per `types.Miss`, `pulls_<transport>`, `failed_<transport>`."""
 

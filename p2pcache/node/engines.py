@@ -80,8 +80,7 @@ class EngineDesk:
         return {}
 
     async def _on_published(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        await self._node.publisher.flushed()
-        return {}
+        return {"told": await self._node.publisher.flushed()}
 
     async def _on_pin(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         return {"pinned": sum(self._node.pin(ExactKey(e), body["ttl_s"]) for e in body["bodies"])}

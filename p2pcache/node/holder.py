@@ -20,6 +20,7 @@ from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.tiers import Slot
 from p2pcache.node.counters import Counters
 from p2pcache.node.residency import Residency
+from p2pcache.node.wireform import body_to_wire
 from p2pcache.types import ExactKey, Miss, TierFull
 
 _log = logging.getLogger(__name__)
@@ -131,5 +132,6 @@ class Holder:
         slot = got[0]
         token = self.office.issue(slot, self._loop.time() + self._config.remote_lease_s)
         self._counters["tickets"] += 1
-        lease = [token, slot.offset, slot.nbytes, slot.generation, list(slot.checksums), slot.meta]
+        body = body_to_wire(slot.body)
+        lease = [token, slot.offset, slot.generation, list(slot.checksums), slot.meta, body]
         return ["ok", lease]

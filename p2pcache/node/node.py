@@ -172,7 +172,7 @@ class Node:
         busy = self.puller.flights.bytes_by_peer()
         answers = []
         for content, exact in chunks:
-            found = sightings.under(content)
+            found = sightings.under(content, exact)
             choice = plan_chunk(
                 exact,
                 found,
@@ -235,7 +235,7 @@ class Node:
                 got = None  # dropped and counted; a peer may have a sound copy
             if got is not None:
                 slot, tier = got
-                if slot.nbytes != body.nbytes:
+                if slot.body != body:  # what the asker was told of it is not what it is
                     self.residency.tier.release(slot)
                     return Grant(None, source, peer, transport, Miss.LAYOUT)
                 if tier is Tier.NVME and source is Source.LOCAL:

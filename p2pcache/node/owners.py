@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
+from p2pcache.core.directory import BODIES_PER_KEY_MAX
 from p2pcache.core.membership import View
+from p2pcache.core.planner import rank_bodies
 from p2pcache.io.ports import Control
 from p2pcache.node.counters import Counters
 from p2pcache.node.shard import Shard
@@ -38,9 +40,11 @@ class Sightings:
     def has(self, content: ContentKey, exact: ExactKey) -> bool:
         return exact in self._bodies.get(content, {})
 
-    def under(self, content: ContentKey) -> tuple[Found, ...]:
+    def under(self, content: ContentKey, exact: ExactKey) -> tuple[Found, ...]:
+        """What is known of a chunk, best first, a bounded few: popular passages stand in many contexts."""
         bodies = self._bodies.get(content, {})
-        return tuple(Found(body, tuple(self._holders[exact].values())) for exact, body in bodies.items())
+        found = (Found(body, tuple(self._holders[key].values())) for key, body in bodies.items())
+        return tuple(rank_bodies(found, exact)[:BODIES_PER_KEY_MAX])
 
 
 class Owners:

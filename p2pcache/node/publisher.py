@@ -1,7 +1,8 @@
 """Telling the owners what this node holds: in batches, again before they forget, and after a View.
 
 Messages to one owner go out one batch at a time; sequence numbers make their order safe. A lost
-batch is not repeated: entries are hints, and the periodic re-publish repairs them.
+batch is not repeated: entries are hints. The next re-publish repairs a lost publish; what a lost
+withdrawal leaves behind costs a refused ticket until its time to live is over.
 """
 
 from __future__ import annotations
@@ -94,13 +95,15 @@ class Publisher:
                 del queue[owner]
         self._wake.set()
 
-    async def flushed(self) -> None:
-        """Wait until all that is queued now has been sent, or given up on."""
+    async def flushed(self) -> bool:
+        """Wait until all that is queued now has been sent. False: an owner was not reached meanwhile."""
+        lost = self._counters["unpublished"]
         pending = bool(self._held or self._gone or self._resync)
         # A round under way may have begun before the last of it was queued; the next one has it all.
         target = self._sent + pending + self._sending
         async with self._round_ended:
             await self._round_ended.wait_for(lambda: self._sent >= target)
+        return self._counters["unpublished"] == lost
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

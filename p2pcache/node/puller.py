@@ -21,6 +21,7 @@ from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Control, Pull, Ticket, TicketGone, Transport, TransportError
 from p2pcache.node.counters import Counters
 from p2pcache.node.residency import Residency
+from p2pcache.node.wireform import body_from_wire
 from p2pcache.types import BodyInfo, DeadlineExceeded, Holder, Miss, RemoteError, TierFull
 
 HOLDERS_TRIED_MAX = 4
@@ -240,11 +241,13 @@ class Puller:
             status, lease = await answer
         if status != "ok":
             return _MISSES.get(status, Miss.HOLDER_GONE)
-        token, offset, nbytes, generation, checksums, meta = lease
-        if nbytes != body.nbytes or not checksums or nbytes % len(checksums):
+        token, offset, generation, checksums, meta, held = lease
+        # The directory's word on a body is a hint; the holder's is not. Where its keys stand (its base
+        # position) is part of what makes the bytes right, so it has to be what was asked for.
+        if body_from_wire(held) != body or not checksums or body.nbytes % len(checksums):
             self._close(peer, token)
             return Miss.HOLDER_GONE
-        return Ticket(token, offset, nbytes, generation, tuple(checksums), meta)
+        return Ticket(token, offset, body.nbytes, generation, tuple(checksums), meta)
 
     async def _send_open(self, peer: Member, transport: str, batch: _Batch) -> None:
         await asyncio.sleep(0)  # let the other pulls of this turn get on

@@ -20,6 +20,7 @@ from p2pcache.node.counters import Counters
 from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, P2PCacheError, Tier, TierFull
 
 _log = logging.getLogger(__name__)
+_ROOM_TRIES = 3
 
 
 class Residency:
@@ -119,8 +120,9 @@ class Residency:
         body = victim.body
         if self._nvme is not None and self._nvme.lookup(body.exact) is None:
             await self._demote(victim)
-            # It may have been leased, evicted by somebody else, or come again while we wrote.
-            if not self.tier.current(body.exact, victim.generation) or victim.leases:
+            # It may have been leased, pinned, evicted by somebody else, or come again while we wrote.
+            wanted = victim.leases or victim.pinned_until_s > self._clock()
+            if wanted or not self.tier.current(body.exact, victim.generation):
                 return
         if self._nvme is not None and self._nvme.lookup(body.exact) is not None:
             self.on_held(body, Tier.NVME)
@@ -167,11 +169,7 @@ class Residency:
         self._demotions.add(written)
         slot.leases += 1  # ours, for the time of the write; it is no use and leaves the order alone
         try:
-            for gone in await self._nvme.make_room(record):
-                self._counters["nvme_evicted"] += 1
-                if self.tier.get(gone.exact) is None:
-                    self.on_gone(gone)
-            await self._nvme.append(record, self.slab.view(slot.offset, slot.nbytes))
+            await self._write_down(record, self.slab.view(slot.offset, slot.nbytes))
             self._counters["demoted"] += 1
         except P2PCacheError as error:
             _log.warning("a body was not demoted: %s", error)
@@ -179,6 +177,21 @@ class Residency:
             self.tier.release(slot)
             self._demotions.discard(written)
             written.set_result(None)
+
+    async def _write_down(self, record: Record, body: memoryview) -> None:
+        """Make room in the log, withdraw what goes for it, then write. Raises TierFull."""
+        assert self._nvme is not None
+        for attempt in range(_ROOM_TRIES):
+            for gone in await self._nvme.make_room(record):
+                self._counters["nvme_evicted"] += 1
+                if self.tier.get(gone.exact) is None:
+                    self.on_gone(gone)
+            try:
+                await self._nvme.append(record, body)
+                return
+            except TierFull:  # another write may have taken the room that was made
+                if attempt == _ROOM_TRIES - 1:
+                    raise
 
     # -- up --------------------------------------------------------------------------------------
 

@@ -291,6 +291,22 @@ def test_holder_closes_in_mid_transfer(sending: Kind) -> None:
     run(case)
 
 
+def test_holder_closes_as_a_reader_comes(sending: Kind) -> None:
+    async def case() -> None:
+        async with mesh(sending, 4096) as m:
+            for _ in range(15):
+                await m.holder.close()
+                m.holder, m.member = await sending.serve(m.source, m.tickets, 0)
+                watched = start(m, m.tickets.grant(4096))
+                await m.holder.close()
+                assert isinstance(await watched.done(), TransportError | None)
+                await watched.settled()
+            m.holder, m.member = await sending.serve(m.source, m.tickets, 0)
+            await check_works(m, 4096)
+
+    run(case)
+
+
 @pytest.mark.parametrize("same_incarnation", [True, False])
 def test_holder_restarts_on_the_same_port(sending: Kind, same_incarnation: bool) -> None:
     async def case() -> None:

@@ -168,20 +168,24 @@ def test_an_entry_lives_as_long_as_it_is_published_again():
     assert directory.lookup(CONTENTS[0], 16.0 + TTL_S, anyone) == []
 
 
-def test_the_bodies_of_one_key_are_bounded_and_the_live_ones_stay():
+def test_the_bodies_of_one_key_are_bounded_and_the_newest_stay():
     directory = make()
     bodies = [
-        BodyInfo(CONTENTS[0], ExactKey(bytes([i]) * 16), 16, 4096) for i in range(BODIES_PER_KEY_MAX + 1)
+        BodyInfo(CONTENTS[0], ExactKey(bytes([i]) * 16), 16, 4096) for i in range(BODIES_PER_KEY_MAX + 2)
     ]
-    for seq, one in enumerate(bodies, 1):
-        accepted = Hint("a", 1, one, Tier.HOST, seq).arrive(directory, 0.0)
-        assert accepted == (one is not bodies[-1])
-    found = directory.lookup(CONTENTS[0], 0.0, anyone)
-    assert [f.body for f in found] == bodies[:-1]
+    for seq, one in enumerate(bodies[:-1], 1):
+        assert Hint("a", 1, one, Tier.HOST, seq).arrive(directory, seq / 10) == 1
+    found = directory.lookup(CONTENTS[0], 1.0, anyone)
+    assert [f.body for f in found] == bodies[1:-1], "the one heard of longest ago made room"
 
-    Hint("a", 1, bodies[3], None, 100).arrive(directory, 0.0)
-    assert Hint("b", 1, bodies[-1], Tier.HOST, 1).arrive(directory, 0.0) == 1, "the withdrawn one made room"
-    assert len(directory.lookup(CONTENTS[0], 0.0, anyone)) == BODIES_PER_KEY_MAX
+    Hint("a", 1, bodies[3], None, 100).arrive(directory, 2.0)
+    assert Hint("b", 1, bodies[-1], Tier.HOST, 1).arrive(directory, 2.0) == 1
+    found = {f.body.exact for f in directory.lookup(CONTENTS[0], 2.0, anyone)}
+    assert found == {b.exact for b in bodies[1:] if b != bodies[3]}, "the withdrawn one made room"
+
+    stranger = [(CONTENTS[0], ExactKey(b"never published."), 1)]
+    assert directory.withdraw(Holder("c", 1, Tier.HOST), stranger, 3.0) == 0
+    assert len(directory.lookup(CONTENTS[0], 3.0, anyone)) == BODIES_PER_KEY_MAX
 
 
 def test_withdrawals_of_unknown_bodies_are_bounded_too():

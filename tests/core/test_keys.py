@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from p2pcache.core.keys import (
     CHAIN_ROOT,
     Namespace,
-    approximate_key,
+    body_key,
     chunk_keys,
     exact_key,
     hash_salt,
     named_key,
 )
 from p2pcache.core.layout import DTYPE_BYTES, KVLayout
-from p2pcache.types import ConfigError
+from p2pcache.types import ConfigError, Provenance
 
 LAYOUT = KVLayout(30, 3, 64, "bfloat16")
 BASE = Namespace("SmolLM2", "00ff", LAYOUT)
@@ -330,8 +330,9 @@ def test_approximate_and_named_keys_are_apart_from_all_others():
     keys = [
         chunk.content,
         chunk.exact,
-        approximate_key(KEY, chunk.exact),
-        approximate_key(KEY, approximate_key(KEY, chunk.exact)),
+        body_key(KEY, chunk.exact, Provenance.APPROXIMATE),
+        body_key(KEY, chunk.exact, Provenance.ISOLATED),
+        body_key(KEY, body_key(KEY, chunk.exact, Provenance.APPROXIMATE), Provenance.APPROXIMATE),
         exact_key(KEY, chunk.exact, chunk.digest),
         named_key(KEY, 1, 0),
         named_key(KEY, 1, 1),
@@ -342,6 +343,7 @@ def test_approximate_and_named_keys_are_apart_from_all_others():
         named_key(VARIANTS["dtype"].key(), 1, 0),
     ]
     assert len(set(keys)) == len(keys) and {len(k) for k in keys} == {16}
+    assert body_key(KEY, chunk.exact, Provenance.IN_CONTEXT) == chunk.exact
 
 
 @pytest.mark.parametrize("name", [True, None, 1.0, b"x"])

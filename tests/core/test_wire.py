@@ -35,7 +35,7 @@ tier = st.integers(0, 2)
 body = row(key, key, u31, u63, st.integers(0, 2), u31, text)
 holder = row(text, u63, tier)
 found = row(body, lists(holder))
-ticket = row(st.just("ok"), row(token, u63, u63, u63, lists(u64), meta))
+ticket = row(st.just("ok"), row(token, u63, u63, lists(u64), meta, body))
 no_ticket = row(text.filter(lambda t: t != "ok"), st.none() | text)
 member = record(
     name=text, incarnation=u63, control=text, boot_id=text, transports=st.dictionaries(text, text, max_size=3)
@@ -87,7 +87,7 @@ SAMPLES = {
     "reserve": (record(bodies=lists(body), deadline_s=seconds), record(slots=lists(row(text, u63, u63)))),
     "commit": (record(slots=lists(row(u63, lists(u64), meta))), record(committed=u31)),
     "abort": (record(generations=lists(u63)), nothing),
-    "published": (nothing, nothing),
+    "published": (nothing, record(told=st.booleans())),
     "forget": (record(bodies=lists(key)), nothing),
     "pin": (record(bodies=lists(key), ttl_s=seconds), record(pinned=u31)),
     "open": (record(descriptor=meta), nothing),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,9 +30,10 @@ from p2pcache import (
     Tier,
     hash_salt,
 )
-from p2pcache.api import Cache
+from p2pcache.api import Cache, Client
 from p2pcache.io.ports import TransportError
-from p2pcache.results import Fetched, FetchedChunk, Lookup
+from p2pcache.io.streams import default_stream
+from p2pcache.results import Fetched, FetchedChunk, Lookup, Prefetch
 from p2pcache.runtime import NodeRuntime
 from p2pcache.types import ConfigError, LayoutError, NodeDown
 from tests.fault.node_process import PATIENCE_S, at_rest, state, until
@@ -491,14 +494,14 @@ def test_prefetches_that_nobody_reads_give_their_leases_back(mesh: Callable) -> 
     until(lambda: m.status(1)["leases"] == 0, "no lease is left")
 
 
-def test_a_prefetch_that_fails_says_so_where_it_is_waited_for(mesh: Callable) -> None:
-    m = mesh(1)
-    keep(m.caches[0], prompt(64))
-    handle = m.caches[0].prefetch(find(m.caches[0], prompt(64)), budget_s="soon")  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
-        handle.layer(0)
-    with pytest.raises(TypeError):
-        handle.close()
+def test_a_prefetch_that_fails_says_so_where_it_is_waited_for() -> None:
+    def fetch() -> Fetched:
+        raise RuntimeError("no luck")
+
+    handle = Prefetch(fetch, layers=2, stream=default_stream())
+    for wait in (lambda: handle.layer(0), handle.chunks, handle.close):
+        with pytest.raises(RuntimeError, match="no luck"):
+            wait()
 
 
 # -- what is missing, and why ----------------------------------------------------------------------
@@ -857,3 +860,140 @@ def test_a_node_of_another_boot_or_view_is_not_followed(mesh: Callable) -> None:
     view_id = m.status(0)["view_id"]
     m.nodes[0].apply_view([m.nodes[1].member])
     assert m.status(0)["view_id"] == view_id, "a View without this node is not its View"
+
+
+# -- what an engine must not be able to break ------------------------------------------------------
+
+
+def test_a_client_closed_in_the_middle_of_a_store_keeps_its_slot_until_the_writer_is_done(mesh: Callable):
+    m = mesh(1)
+    writing, go = threading.Event(), threading.Event()
+
+    def slow(chunk: Any, out: torch.Tensor) -> None:
+        writing.set()
+        assert go.wait(PATIENCE_S)
+        out.fill_(666.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        victim = m.embedded.client(0, PATIENCE_S)
+        cache = victim.open(NAMESPACE)
+        late = pool.submit(cache.store, cache.chunks(prompt(64, 1), CHUNKS), slow)
+        assert writing.wait(PATIENCE_S)
+        victim.close()
+        kv = keep(m.caches[0], prompt(64, 2))
+        go.set()
+        assert late.result(PATIENCE_S).stored == 0
+    with m.caches[0].fetch(find(m.caches[0], prompt(64, 2))) as fetched:
+        assert whole(fetched, kv)
+
+
+def test_a_client_closed_while_others_use_it_gives_misses_and_no_error(mesh: Callable):
+    m = mesh(1)
+    run = prompt(256)
+    keep(m.caches[0], run)
+    for _ in range(20):
+        client = m.embedded.client(0, PATIENCE_S)
+        cache = client.open(NAMESPACE)
+        lookup = find(cache, run)
+        with ThreadPoolExecutor(2) as pool:
+            fetching = pool.submit(lambda c=cache, x=lookup: [f.miss for f in c.fetch(x)])
+            storing = pool.submit(cache.store, cache.chunks(prompt(64, 3), CHUNKS), some_kv(64))
+            client.close()
+            assert set(fetching.result(PATIENCE_S)) <= {None, Miss.NODE_DOWN}
+            storing.result(PATIENCE_S)
+
+
+def test_isolated_kv_is_found_by_content_and_never_offered_as_exact(mesh: Callable):
+    m = mesh(2)
+    run = prompt(128)
+    keep(m.caches[0], run, provenance=Provenance.ISOLATED)
+    assert {c.match for c in find(m.caches[1], run).chunks} == {Match.CONTENT}
+    assert {c.miss for c in find(m.caches[1], run, content_reuse=False).chunks} == {Miss.EXACT_ONLY}
+
+
+def test_a_passage_that_stands_in_many_contexts_is_found_in_the_newest_of_them(mesh: Callable):
+    m = mesh(2)
+    passage = prompt(64, 9)
+    for i in range(12):
+        keep(m.caches[0], torch.cat([prompt(64, 20 + i), passage]))
+    for cache in m.caches:
+        new = find(cache, torch.cat([prompt(64, 50), passage])).chunks[1]
+        assert new.match is Match.CONTENT and 1 <= len(new.found) <= 8
+        last = find(cache, torch.cat([prompt(64, 31), passage])).chunks[1]
+        assert last.match is Match.EXACT
+
+
+def test_a_directory_that_is_wrong_about_a_base_position_costs_a_miss(mesh: Callable):
+    m = mesh(2)
+    run = torch.cat([prompt(64, 1), prompt(64, 2)])
+    keep(m.caches[0], run)
+    moved = find(m.caches[1], torch.cat([prompt(64, 3), prompt(64, 2)]))
+    chunk = moved.chunks[1]
+    assert chunk.match is Match.CONTENT and chunk.body.base_position == 64
+    lie = dataclasses.replace(chunk.body, base_position=7)
+    found = tuple(dataclasses.replace(f, body=lie) for f in chunk.found)
+    wrong = dataclasses.replace(
+        moved, chunks=(moved.chunks[0], dataclasses.replace(chunk, body=lie, found=found))
+    )
+    for cache in m.caches:  # from the peer, and where it lies at hand
+        with cache.fetch(wrong) as fetched:
+            assert fetched[1].kv is None and fetched[1].miss in (Miss.HOLDER_GONE, Miss.LAYOUT)
+
+
+def test_one_chunk_of_another_length_costs_that_chunk_and_no_lease(mesh: Callable):
+    m = mesh(1)
+    run = prompt(256)
+    kv = keep(m.caches[0], run)
+    lookup = find(m.caches[0], run)
+    chunks = list(lookup.chunks)
+    chunks[1] = dataclasses.replace(chunks[1], keys=dataclasses.replace(chunks[1].keys, stop=100))
+    with m.caches[0].fetch(dataclasses.replace(lookup, chunks=tuple(chunks))) as fetched:
+        assert [c.miss for c in fetched] == [None, Miss.LAYOUT, None, None]
+        assert same(fetched[2], kv, 128)
+
+
+def test_published_says_so_when_no_owner_could_be_told(mesh: Callable):
+    m = mesh(3, rpc_timeout_s=0.3)
+    for node in m.nodes[1:]:
+        node.close()
+    cache = m.caches[0]
+    stored = cache.store(cache.chunks(prompt(640), CHUNKS), some_kv(640))
+    assert stored.stored == 10 and not stored.published(PATIENCE_S)
+
+
+def test_a_client_whose_search_for_a_node_fails_oddly_searches_again(mesh: Callable, monkeypatch: Any):
+    m = mesh(1)
+    found: list[str] = []
+
+    def find_node() -> str:
+        found.append("")
+        if len(found) == 1:
+            raise RuntimeError("something that nobody thought of")
+        return m.nodes[0].socket_path
+
+    monkeypatch.setattr("p2pcache.api._RECONNECT_S", 0.01)
+    client = Client(m.nodes[0].socket_path, PATIENCE_S, find_node)
+    client.link().close()
+    cache_works = lambda: find(client.open(NAMESPACE), prompt(64)).chunks[0].miss is Miss.ABSENT  # noqa: E731
+    until(cache_works, "the client is connected again")
+    assert len(found) == 2
+    client.close()
+
+
+def test_a_forked_child_does_not_keep_its_parents_connection(mesh: Callable):
+    m = mesh(1)
+    client = m.embedded.client(0, PATIENCE_S)
+    keep(client.open(NAMESPACE), prompt(64))
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(write)
+        os.read(read, 1)  # lives until the parent says so
+        os._exit(0)
+    try:
+        client.close()
+        until(lambda: m.status(0)["sessions"] == 1, "only the fixture's session is left")
+    finally:
+        os.close(read)
+        os.close(write)
+        os.waitpid(child, 0)

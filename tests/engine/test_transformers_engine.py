@@ -219,3 +219,45 @@ def test_a_model_whose_keys_cannot_move_gets_exact_reuse_only(mesh):
         assert (same.logits - expected).abs().max() < 1e-4
         moved = served(second, run(82, 32) + document, FixedChunker(32))
         assert moved.recomputed_tokens == 96
+
+
+def test_a_model_whose_keys_depend_on_the_prompts_length_is_refused(mesh):
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    )  # fmt: skip
+    with mesh.client(0) as client, pytest.raises(ConfigError, match="changes with the prompt's length"):
+        TransformersEngine(LlamaForCausalLM(config).eval(), client, weights="w")
+
+
+def test_equal_weights_under_another_config_are_another_namespace(mesh):
+    def engine(client, **changes) -> TransformersEngine:
+        shape = {
+            "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+        }  # fmt: skip
+        torch.manual_seed(0)
+        return TransformersEngine(
+            LlamaForCausalLM(LlamaConfig(**shape | changes)).eval(), client, weights="same", name="same"
+        )
+
+    with mesh.client(0) as client:
+        plain = engine(client).cache.namespace
+        assert engine(client, max_position_embeddings=4096, bos_token_id=7).cache.namespace == plain
+        for change in ({"rope_theta": 500.0}, {"rms_norm_eps": 1e-3}, {"hidden_act": "gelu"}):
+            if "rope_theta" in change:
+                change = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+            assert engine(client, **change).cache.namespace != plain
+
+
+def test_the_answers_first_chunk_is_stored_though_the_prompts_last_one_was_served(engines):
+    prompt = run(90, 60)  # three whole chunks of 16, and 12 tokens
+    served(engines[0], prompt, FixedChunker(16))
+    prefill = engines[1].prefill(prompt, FixedChunker(16))
+    assert prefill.lookup.exact_tokens == 60
+    answer = engines[1].generate(prefill, 20)
+    assert engines[1].store(prefill).published()
+    prefill.close()
+    again = engines[2].cache.lookup(prompt + answer[:4], chunker=FixedChunker(16))
+    assert again.exact_tokens == 64
