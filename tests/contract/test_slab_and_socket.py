@@ -62,7 +62,7 @@ class Desk:
         self.asked: list[str] = []
         self.cancelled: list[str] = []
         self.nonce = slab.nonce
-        self.answers: dict[str, Mapping[str, Any]] = {"pin": {"pinned": 0}}
+        self.answers: dict[str, Mapping[str, Any]] = {"pin": {"pinned": 0}, "published": {"told": True}}
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
@@ -455,7 +455,7 @@ def test_calls_of_many_threads_get_each_their_own_answer(served: Served) -> None
     def ask(i: int) -> bool:
         op = ("pin", "published")[i % 2]
         body = {"bodies": [], "ttl_s": 1.0} if op == "pin" else {}
-        return link.call(op, body, PATIENCE_S) == ({"pinned": 0} if op == "pin" else {})
+        return link.call(op, body, PATIENCE_S) == ({"pinned": 0} if op == "pin" else {"told": True})
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         assert all(pool.map(ask, range(400)))

@@ -997,3 +997,21 @@ def test_a_forked_child_does_not_keep_its_parents_connection(mesh: Callable):
         os.close(read)
         os.close(write)
         os.waitpid(child, 0)
+
+
+def test_a_node_that_takes_no_messages_for_a_while_keeps_no_lease_of_those_who_gave_up(mesh: Callable):
+    m = mesh(1)
+    client = m.embedded.client(0, PATIENCE_S)
+    cache = client.open(NAMESPACE)
+    keep(cache, prompt(64))
+    fetched = cache.fetch(find(cache, prompt(64)))
+    stalled, go_on = threading.Event(), threading.Event()
+    m.nodes[0]._loop.call_soon_threadsafe(lambda: (stalled.set(), go_on.wait(PATIENCE_S)))
+    assert stalled.wait(PATIENCE_S)
+    # More than a socket's buffer takes: the send itself meets its limit.
+    big = find(cache, prompt(30_000), FixedChunker(1), budget_s=0.1)
+    assert {c.miss for c in big.chunks} == {Miss.NODE_DOWN}
+    fetched.release()
+    go_on.set()
+    until(lambda: m.status(0)["sessions"] == 1, "the broken connection's session has ended")
+    client.close()
