@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -20,13 +21,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from p2pcache.config import NodeConfig
 from p2pcache.core.membership import Member, View
 from p2pcache.io.members_ray import RayNode, alive_nodes
-from p2pcache.types import NodeDown
+from p2pcache.types import ConfigError, NodeDown
 
 _log = logging.getLogger(__name__)
 RAY_NAMESPACE = "p2pcache"
 SUPERVISOR = "p2pcache-supervisor"
 POLL_S = 0.5
 _START_TIMEOUT_S = 60.0
+_HOPELESS_RETRY_S = 10.0
 
 
 def node_actor_name(node_id: str) -> str:
@@ -78,20 +80,30 @@ class Supervisor:
         self._asking: dict[str, Any] = {}  # Ray node id -> a `describe` that has not ended
         self._members: dict[str, Member] = {}  # Ray node id -> as it last described itself
         self._following: dict[str, bytes] = {}  # Ray node id -> the view_id it last named
-        self._errors: dict[str, str] = {}
+        self._errors: dict[str, str] = {}  # Ray node id -> why its node is not up
+        self._hopeless: dict[str, float] = {}  # Ray node id -> when to try again in spite of it
+        self._names: dict[str, str] = {}  # Ray node id -> name of the node that belongs there
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="p2pcache-supervisor", daemon=True)
         self._thread.start()
 
     def members(self) -> dict[str, Any]:
-        """Who is in the mesh, whether all of them know it, and which nodes do not come up and why."""
+        """Who is in the mesh, whether all of them know it, and which nodes do not come up and why.
+
+        `hopeless` names those that cannot come up with the settings they have.
+        """
         view_id = View.of(self._members.values()).view_id
         agreed = bool(self._members) and all(self._following.get(n) == view_id for n in self._members)
         return {
             "members": [m.to_wire() for m in self._members.values()],
             "agreed": agreed,
-            "errors": dict(self._errors),
+            "errors": {self._names.get(i, i): why for i, why in self._errors.items()},
+            "hopeless": [self._names.get(i, i) for i in self._hopeless],
         }
+
+    def settings(self) -> dict[str, Any]:
+        """What the nodes were started with."""
+        return dict(self._settings)
 
     def statuses(self, timeout_s: float = 5.0) -> list[dict[str, Any]]:
         """The status of every node, by name; of one that does not answer, its name and why."""
@@ -129,10 +141,14 @@ class Supervisor:
             self._stopping.wait(max(POLL_S - (time.monotonic() - started_s), 0.05))
 
     def _tick(self) -> None:
+        started_s = time.monotonic()
         nodes = {n.node_id: n for n in alive_nodes(self._labelled_only)}
         for gone in [i for i in self._actors if i not in nodes]:
             self._forget(gone)
         for node in nodes.values():
+            self._names[node.node_id] = node.name
+            if self._hopeless.get(node.node_id, 0.0) > started_s:
+                continue
             if node.node_id not in self._actors:
                 self._actors[node.node_id] = self._ensure(node)
             if node.node_id not in self._asking:
@@ -170,11 +186,15 @@ class Supervisor:
             raw, self._following[node_id] = ray.get(reference)
             self._members[node_id] = Member.from_wire(raw)
             self._errors.pop(node_id, None)
+            self._hopeless.pop(node_id, None)
         except RayActorError as error:
             # Dead for good, unavailable, or its node gone while we asked. Asking again finds out.
             self._members.pop(node_id, None)
             self._following.pop(node_id, None)
-            self._errors[node_id] = str(error).strip().splitlines()[-1][:500]
+            _, refused, words = str(error).strip().splitlines()[-1].rpartition("ConfigError: ")
+            self._errors[node_id] = words[:500]
+            if refused:  # the host may change (memory, a disk), the settings do not
+                self._hopeless[node_id] = time.monotonic() + _HOPELESS_RETRY_S
             if "ActorUnavailable" not in type(error).__name__:
                 self._forget(node_id, keep_error=True)
 
@@ -182,7 +202,8 @@ class Supervisor:
         for table in (self._actors, self._asking, self._members, self._following):
             table.pop(node_id, None)
         if not keep_error:
-            self._errors.pop(node_id, None)
+            for table in (self._errors, self._hopeless, self._names):
+                table.pop(node_id, None)
 
     def _push(self) -> None:
         """Hand the View to every member that follows another one."""
@@ -213,10 +234,23 @@ class Mesh:
         settings = dict(settings or {})
         for own in ({}, *(by_node or {}).values()):  # a misspelt setting fails here, in front of the user
             NodeConfig.of({k: v for k, v in {**settings, **own}.items() if (k, v) != ("host", "node-ip")})
+        with suppress(NodeDown):
+            return Mesh.find()._with(settings)
         supervisor = Supervisor.options(  # type: ignore[attr-defined]
             name=SUPERVISOR, namespace=RAY_NAMESPACE, lifetime="detached", get_if_exists=True
         ).remote(settings, by_node or {}, labelled_only)
         return Mesh(supervisor)
+
+    def _with(self, settings: Mapping[str, Any]) -> Mesh:
+        """This running mesh, provided that it runs with these settings."""
+        running = ray.get(self._supervisor.settings.remote(), timeout=_START_TIMEOUT_S)
+        other = {k: running.get(k, "the default") for k, v in settings.items() if running.get(k) != v}
+        if other:
+            words = ", ".join(f"{name}: {value}" for name, value in other.items())
+            raise ConfigError(
+                f"the mesh already runs with other settings ({words}); `p2pcache stop` it first"
+            )
+        return self
 
     @staticmethod
     def find() -> Mesh:
@@ -229,7 +263,7 @@ class Mesh:
     def wait_for(self, nodes: int, timeout_s: float = _START_TIMEOUT_S) -> list[Member]:
         """Wait until so many nodes are members and all of them agree on it. Raises NodeDown."""
         until_s = time.monotonic() + timeout_s
-        state: dict[str, Any] = {"members": [], "errors": {}}
+        state: dict[str, Any] = {"members": [], "errors": {}, "hopeless": []}
         while time.monotonic() < until_s:
             try:
                 state = ray.get(self._supervisor.members.remote(), timeout=timeout_s)
@@ -237,9 +271,11 @@ class Mesh:
                 break
             if len(state["members"]) >= nodes and state["agreed"]:
                 return [Member.from_wire(m) for m in state["members"]]
+            if state["hopeless"] and len(state["members"]) + len(state["hopeless"]) >= nodes:
+                break
             time.sleep(POLL_S / 2)  # the supervisor itself polls; there is no event to wait for
-        why = "; ".join(f"{n[:8]}: {e}" for n, e in state["errors"].items()) or "no error was reported"
-        raise NodeDown(f"{len(state['members'])} of {nodes} nodes came up within {timeout_s:.0f} s ({why})")
+        why = "; ".join(f"{n}: {e}" for n, e in state["errors"].items()) or "no error was reported"
+        raise NodeDown(f"{len(state['members'])} of {nodes} nodes are up ({why})")
 
     def status(self) -> dict[str, Any]:
         """Members and errors, as the supervisor sees them."""

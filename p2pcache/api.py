@@ -94,6 +94,8 @@ class Client:
 
     def open(self, namespace: Namespace) -> Cache:
         """Open a namespace: the KV of one model, layout, dtype, adapter and tenant."""
+        if not isinstance(namespace, Namespace):
+            raise ConfigError(f"open takes a Namespace, not {type(namespace).__name__}")
         return Cache(self, namespace)
 
     def report_prefill_rate(self, tokens_per_s: float) -> None:
@@ -306,10 +308,13 @@ class Cache:
         `offset`, any strides and any device; or a function that writes a chunk's KV straight into the
         tensor of that shape it is handed (part of the slab). provenance: of all chunks, or one each;
         what attended to reused KV must be APPROXIMATE, and is then never offered as exact.
-        Raises LayoutError where the tensor is not what the namespace says.
+        Slots for all chunks are taken before the first is written: store a prompt that is larger than
+        the host tier in parts. Raises LayoutError where the tensor is not what the namespace says.
         """
         if isinstance(kv, torch.Tensor):
             self._check(kv, chunks, offset)
+        elif not callable(kv):
+            raise LayoutError(f"kv is a tensor or a function that writes one, not {type(kv).__name__}")
         each = [provenance] * len(chunks) if isinstance(provenance, Provenance) else list(provenance)
         if len(each) != len(chunks):
             raise ConfigError(f"{len(each)} provenances for {len(chunks)} chunks")

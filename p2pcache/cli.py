@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
+import os
 import signal
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -24,7 +27,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        return arguments.run(arguments)
+        status = arguments.run(arguments)
+        sys.stdout.flush()
+        return status
     except ConfigError as error:
         print(f"p2pcache: {error}", file=sys.stderr)
         return 2
@@ -37,6 +42,12 @@ def main(argv: list[str] | None = None) -> int:
             " see the extras in the README",
             file=sys.stderr,
         )
+        return 1
+    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        print(f"p2pcache: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -82,7 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         "--peers",
         metavar="HOST:PORT,...",
         default="",
-        help="with --alone: control addresses of other nodes (see control_port)",
+        help="with --alone: control addresses of other nodes, which need a fixed control_port;"
+        " of any two nodes one has to know the other",
     )
     start.add_argument("--address", default="auto", help="of the Ray cluster (default: the one on this host)")
     start.add_argument(
@@ -90,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SETTING=VALUE",
         action="append",
         default=[],
-        help="a setting of every node; may be repeated",
+        help="a setting of every node (see the README); may be repeated",
     )
     start.add_argument(
         "--wait", metavar="NODES", type=int, default=0, help="nodes to wait for (default: those alive now)"
@@ -145,7 +157,7 @@ def _start(arguments: argparse.Namespace) -> int:
     settings = {"host": pairs.pop("host")} if pairs.get("host") == "node-ip" else {}
     settings |= parse_settings(pairs)
     if arguments.alone:
-        return _run_alone(settings, [p for p in arguments.peers.split(",") if p], arguments.json)
+        return _run_alone(settings, _addresses(arguments.peers), arguments.json)
     if arguments.peers:
         raise ConfigError("--peers goes with --alone; on Ray the mesh finds its nodes by itself")
     from p2pcache.actor import Mesh
@@ -158,7 +170,12 @@ def _start(arguments: argparse.Namespace) -> int:
             f"no Ray node carries the label: start Ray with --labels={LABEL}=1, or pass --all-nodes"
         )
     mesh = Mesh.ensure(settings, labelled_only=not arguments.all_nodes)
-    members = mesh.wait_for(arguments.wait or len(nodes))
+    try:
+        members = mesh.wait_for(arguments.wait or len(nodes))
+    except NodeDown:
+        if not mesh.status()["members"]:  # nothing runs: leave nothing that the next try would find
+            mesh.stop()
+        raise
     if arguments.json:
         print(json.dumps([m.to_wire() for m in members]))
     else:
@@ -171,12 +188,12 @@ def _run_alone(settings: dict[str, Any], peers: list[str], as_json: bool) -> int
     from p2pcache.runtime import NodeRuntime
 
     ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: ended.set())
     runtime = NodeRuntime.start(NodeConfig.of(settings))
+    # After the start: a library that it loads may have set handlers of its own.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: ended.set())
     try:
-        if peers:
-            runtime.follow(peers)
+        runtime.follow(peers)
         if as_json:
             print(json.dumps(runtime.member.to_wire() | {"socket": runtime.socket_path}), flush=True)
         else:
@@ -237,10 +254,11 @@ def _lookup(arguments: argparse.Namespace) -> int:
     tokens = _read_tokens(arguments.tokens)
     tenant = hash_salt(arguments.tenant) if arguments.tenant is not None else None
     with _any_client(arguments.socket) as client:
-        known = [n for n in client.namespaces(tenant) if arguments.model in (None, n.model)]
+        everything = client.namespaces(tenant)
+        known = [n for n in everything if arguments.model in (None, n.model)]
         known = [n for n in known if arguments.dtype in (None, n.layout.dtype)]
         if len(known) != 1:
-            names = ", ".join(sorted(f"{n.model} ({n.layout.dtype})" for n in known)) or "none"
+            names = ", ".join(sorted(f"{n.model} ({n.layout.dtype})" for n in everything)) or "none"
             raise ConfigError(f"name one namespace with --model and --dtype; the mesh knows: {names}")
         cache = client.open(known[0])
         found = cache.explain(tokens, chunker=_chunker(arguments.chunker), content_reuse=not arguments.exact)
@@ -288,7 +306,21 @@ def _chunk_line(row: dict[str, Any]) -> str:
     return f"{span}  {row['match']:<7}  from {row['node']} by {row['source']}, {size}; held by {held}"
 
 
-# -- helpers ---------------------------------------------------------------------------------------
+# -- reading arguments, reaching nodes -------------------------------------------------------------
+
+
+def _addresses(text: str) -> list[str]:
+    found = [part for part in text.split(",") if part]
+    for address in found:
+        host, colon, port = address.rpartition(":")
+        try:
+            ipaddress.ip_address(host.strip("[]"))
+            right = bool(colon) and 0 < int(port) <= 65_535
+        except ValueError:
+            right = False
+        if not right:
+            raise ConfigError(f"--peers takes addresses such as 10.0.0.2:7000, not {address!r}")
+    return found
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -303,11 +335,17 @@ def _join_ray(address: str) -> None:
 
     import ray
 
+    host, colon, port = address.rpartition(":")
+    if colon:  # ask by ourselves first: Ray would try for a minute, and log all of it
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
+        except (OSError, ValueError, OverflowError):
+            raise NodeDown(f"no Ray cluster answers at {address!r}") from None
     try:
         ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    except ConnectionError:
+    except (ConnectionError, ValueError):
         raise NodeDown(
-            f"no Ray cluster answers at {address!r}: start one with `ray start --head --labels=p2pcache=1`"
+            "no Ray cluster runs on this host: start one with `ray start --head --labels=p2pcache=1`"
         ) from None
 
 
@@ -327,14 +365,18 @@ def _any_client(path: str | None) -> Any:
 
 
 def _read_tokens(path: str) -> list[int]:
+    if path == "-" and sys.stdin is None:
+        raise ConfigError("there is no standard input to read token ids from")
     try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text()
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     try:
         tokens = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-    except ValueError as error:
-        raise ConfigError(f"{path} holds no token ids: {error}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(
+            f"{path} holds no token ids: give integers between spaces, or a JSON list"
+        ) from None
     if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
         raise ConfigError(f"{path} holds no list of token ids")
     return tokens

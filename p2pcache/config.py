@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import ipaddress
 import os
+import re
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ TRANSPORTS = ("shm", "ucx", "tcp")
 GIB = 1 << 30
 MIB = 1 << 20
 _PAGE_BYTES = 4096
+_NAME = re.compile(r"[A-Za-z0-9._-]{0,128}")
 NVME_SEGMENTS_MAX = 512  # one open file each
 _ABOVE_ZERO = (
     "pulls_in_flight_max",
@@ -98,6 +100,8 @@ class NodeConfig:
                 f"nvme_bytes_max ({self.nvme_bytes_max:,}) is over {NVME_SEGMENTS_MAX} segments of"
                 f" {self.segment_bytes:,} bytes: raise nvme_segment_bytes, or leave it 0"
             )
+        if not _NAME.fullmatch(self.name):
+            raise ConfigError(f"name {self.name[:80]!r} must be up to 128 letters, digits, dots, dashes or _")
         for name in _ABOVE_ZERO:
             if not getattr(self, name):
                 raise ConfigError(f"{name} must be above 0")
@@ -188,7 +192,8 @@ def parse_settings(texts: Mapping[str, str]) -> dict[str, Any]:
         except (KeyError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"{name}={text!r} is not of type {hint.__name__}") from None
+            wanted = {int: "a whole number", float: "a number", bool: "true or false"}[hint]
+            raise ConfigError(f"{name} takes {wanted}, not {text!r}") from None
     return found
 
 
@@ -196,7 +201,10 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     named = {
         v.removeprefix(ENV_PREFIX).lower(): text for v, text in environ.items() if v.startswith(ENV_PREFIX)
     }
-    return parse_settings({name: text for name, text in named.items() if name not in _NOT_SETTINGS})
+    try:
+        return parse_settings({name: text for name, text in named.items() if name not in _NOT_SETTINGS})
+    except ConfigError as error:
+        raise ConfigError(f"in the environment ({ENV_PREFIX}*): {error}") from None
 
 
 _NOT_SETTINGS = frozenset({"socket"})  # P2PCACHE_SOCKET: read by connect(), not by a node

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 from pathlib import Path
 
+from p2pcache.io.engine_socket import listens
 from p2pcache.types import NodeDown
 
 SOCKET_VARIABLE = "P2PCACHE_SOCKET"
@@ -27,8 +27,9 @@ def find_socket(given: str | None = None) -> str:
         return sockets[0]
     if not sockets:
         raise NodeDown(
-            "no p2pcache node is known on this host: start one with `p2pcache start`, or pass its socket"
-            f" (connect(socket=...) or {SOCKET_VARIABLE})"
+            "no p2pcache node is known on this host: start one with `p2pcache start` (on a Ray cluster) or"
+            " `p2pcache start --alone`; one with a runtime_dir of its own is found by its socket only"
+            f" (connect(socket=...), --socket, or {SOCKET_VARIABLE})"
         )
     raise NodeDown(f"several nodes are on this host; choose one with {SOCKET_VARIABLE}: {', '.join(sockets)}")
 
@@ -36,20 +37,7 @@ def find_socket(given: str | None = None) -> str:
 def sockets_here() -> list[str]:
     """Engine sockets in this user's runtime folder that somebody listens on, by name."""
     folder = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"p2pcache-{os.geteuid()}"
-    return sorted(str(p) for p in folder.glob("*.sock") if _listens(str(p)))
-
-
-def _listens(path: str) -> bool:
-    """Whether a node is behind a socket file; one that was killed leaves its file behind."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(0.2)
-        try:
-            probe.connect(path)
-        except TimeoutError:
-            return True  # somebody does, and is busy
-        except OSError:
-            return False
-    return True
+    return sorted(str(p) for p in folder.glob("*.sock") if listens(str(p)))
 
 
 def _from_ray() -> str | None:

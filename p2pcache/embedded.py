@@ -14,6 +14,7 @@ import itertools
 import secrets
 import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -63,13 +64,15 @@ class KVCacheManager:
         """Sizes in GiB. `settings` are `NodeConfig`'s. Raises ConfigError where one cannot be had.
 
         gpu_memory_gb: device memory that may hold recently used values; 0 for none. device: where
-        that is (`cpu` works too, and is what tests use).
+        that is (`cpu` works too, and is what tests use). nvme_path: a folder in which `nvme_gb` is
+        allocated at once. Values live as long as the manager; `close` gives the space back.
         """
         merged: dict[str, Any] = {"host_bytes_max": _gib("cpu_memory_gb", cpu_memory_gb), **settings}
         if nvme_path is not None:
             merged |= {"nvme_path": str(nvme_path), "nvme_bytes_max": _gib("nvme_gb", nvme_gb)}
         device_bytes = _gib("gpu_memory_gb", gpu_memory_gb)
         self._device = DeviceStore(device_bytes, device) if device_bytes else None
+        self._segments = Path(nvme_path) if nvme_path is not None and not _segments(nvme_path) else None
         self._folder = (
             tempfile.TemporaryDirectory(prefix="p2pcache-") if "runtime_dir" not in settings else None
         )
@@ -94,8 +97,8 @@ class KVCacheManager:
         """Keep a copy of a value under a key; the last value put under it is what `get` returns.
 
         kv: a tensor of any shape, strides, dtype and device, or nested lists and tuples of tensors
-        (`past_key_values`). Raises TierFull where it is larger than the host tier, LayoutError for
-        anything else than tensors.
+        (`past_key_values`). Raises TierFull where it is larger than the host tier (and the key's old
+        value is gone), LayoutError for anything else than tensors.
         """
         _check_key(key)
         tensors: list[torch.Tensor] = []
@@ -190,8 +193,15 @@ class KVCacheManager:
         self.close()
 
     def _cleanup(self) -> None:
+        for segment in _segments(self._segments) if self._segments is not None else []:
+            segment.unlink(missing_ok=True)
         if self._folder is not None:
             self._folder.cleanup()
+
+
+def _segments(folder: str | Path) -> list[Path]:
+    """The NVMe log's files in a folder. What was there before this manager is not its to remove."""
+    return sorted(Path(folder).glob("[0-9]*.seg"))
 
 
 def _gib(name: str, gib: float) -> int:

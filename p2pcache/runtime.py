@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 from p2pcache.config import NodeConfig
 from p2pcache.core.membership import Member, View
 from p2pcache.io.control_zmq import ZmqControl
-from p2pcache.io.engine_socket import EngineSocket, private_folder
-from p2pcache.io.members_static import follow
+from p2pcache.io.engine_socket import EngineSocket, private_folder, remove_left_over
+from p2pcache.io.members_static import Greeter
 from p2pcache.io.ports import Transport
 from p2pcache.io.slab import HostSlab
 from p2pcache.io.store_nvme import NvmeStore
@@ -83,24 +83,26 @@ class NodeRuntime:
         self._loop.call_soon_threadsafe(self.node.apply_view, View.of(members))
 
     def follow(self, addresses: Sequence[str]) -> None:
-        """Make a mesh with the nodes behind these `host:port` control addresses, without Ray."""
+        """Make a mesh without Ray: with the nodes behind these `host:port` control addresses, and with
+        whoever knows this one."""
 
-        def start() -> None:
-            coroutine = follow(
+        async def start() -> None:
+            greeter = Greeter(
                 self.node.ports.control,
                 addresses,
                 self.member,
                 lambda members: self.node.apply_view(View.of(members)),
             )
-            following = self._loop.create_task(coroutine)
+            self.node.on_hello = greeter.met
+            greeting = self._loop.create_task(greeter.run())
 
             async def stop() -> None:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
+                greeting.cancel()
+                await asyncio.gather(greeting, return_exceptions=True)
 
             self._closers.append(stop)
 
-        self._loop.call_soon_threadsafe(start)
+        self.call(start())
 
     def flush(self) -> None:
         """Wait until the owners have been told all that this node holds now."""
@@ -139,7 +141,9 @@ class NodeRuntime:
                 segment_bytes=config.segment_bytes,
             )
             self._closers.append(nvme.close)
-        self.socket_path = str(_runtime_folder(config) / f"{incarnation:016x}.sock")
+        folder = _runtime_folder(config)
+        remove_left_over(folder)
+        self.socket_path = str(folder / f"{incarnation:016x}.sock")
         transports = _transports(config, self.socket_path)
         ports = Ports(control, slab, transports, nvme)
         rng = random.Random(incarnation)

@@ -123,6 +123,8 @@ def as_tokens(tokens: Any) -> np.ndarray:
     Takes numpy arrays, torch tensors and sequences of integers. Raises ConfigError for anything
     else: floats, bools, more than one axis, ids outside 32 bits.
     """
+    if getattr(getattr(tokens, "device", None), "type", "") == "meta":
+        raise ConfigError("token ids are on the meta device: they have no values")
     if hasattr(tokens, "detach"):  # a torch tensor, of which this module knows nothing
         tokens = tokens.detach().cpu().numpy()
     elif isinstance(tokens, (list, tuple)) and {bool, np.bool_} & set(map(type, tokens)):

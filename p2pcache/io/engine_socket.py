@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import struct
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ _LENGTH = struct.Struct("<I")
 _ATTACH_TIMEOUT_S = 5.0
 _ACCEPT_AGAIN_S = 0.5
 _REQUESTS_MAX = 256
+_YOUNG_S = 10.0
 
 
 class EngineHandler(Protocol):
@@ -206,6 +208,28 @@ class EngineSocket:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def listens(path: str) -> bool:
+    """Whether a node is behind a socket file; one that was killed leaves its file behind."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.2)
+        try:
+            probe.connect(path)
+        except TimeoutError:
+            return True  # somebody does, and is busy
+        except OSError:
+            return False
+    return True
+
+
+def remove_left_over(folder: Path) -> None:
+    """Unlink what killed nodes have left in a runtime folder."""
+    for path in folder.glob("*.sock"):
+        with contextlib.suppress(OSError):
+            # A node binds before it listens: its young socket must not be taken for a dead one.
+            if time.time() - path.stat().st_mtime > _YOUNG_S and not listens(str(path)):
+                path.unlink()
 
 
 def private_folder(path: Path) -> Path:

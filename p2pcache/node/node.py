@@ -91,6 +91,7 @@ class Node:
     ):
         """member: how this node describes itself, once its sockets are bound."""
         self.member = member
+        self.on_hello: Callable[[Member], None] = lambda stranger: None
         self.config = config
         self.name = name
         self.incarnation = incarnation
@@ -325,6 +326,7 @@ class Node:
             self.learn(body["descriptors"])
             return {"descriptors": list(self.descriptors)}
         if op == "hello":
+            self.on_hello(Member.from_wire(body["member"]))
             return {"member": self.member().to_wire()}
         if op == "status":
             return self.status()

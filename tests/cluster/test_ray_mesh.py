@@ -106,6 +106,13 @@ def test_every_node_has_exactly_one_actor_and_a_second_start_finds_the_mesh(mesh
     assert {m.incarnation for m in again.wait_for(3)} == {m.incarnation for m in mesh.wait_for(3)}
 
 
+def test_other_settings_for_a_mesh_that_runs_are_refused(mesh: Any):
+    from p2pcache.actor import Mesh
+
+    with pytest.raises(ConfigError, match="already runs with other settings"):
+        Mesh.ensure({"host_bytes_max": 32 * MIB})
+
+
 def test_a_killed_actor_comes_back_as_another_member(mesh: Any):
     import ray
 
@@ -154,8 +161,8 @@ def test_a_node_that_cannot_start_is_named_with_its_reason(cluster: Any, tmp_pat
     own = {"b": {"host_bytes_max": 1 << 50}}
     mesh = Mesh.ensure({"host_bytes_max": 16 * MIB, "runtime_dir": str(tmp_path)}, by_node=own)
     try:
-        with pytest.raises(NodeDown, match="host_bytes_max asks for a slab"):
-            mesh.wait_for(3, timeout_s=15)
+        with pytest.raises(NodeDown, match="b: host_bytes_max asks for a slab"):
+            mesh.wait_for(3, timeout_s=600)  # said as soon as it is known, not after ten minutes
         assert {m["name"] for m in mesh.status()["members"]} == {"a", "c"}
     finally:
         mesh.stop()

@@ -477,3 +477,17 @@ TestSequences = Sequences.TestCase
 TestSequences.settings = settings(
     max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+def test_close_gives_the_nvme_space_back_and_spares_what_was_there(tmp_path: Path):
+    nvme = private(tmp_path / "nvme")
+    more = {"nvme_path": nvme, "nvme_gb": 8 / 1024, "nvme_segment_bytes": 2 * MIB}
+    with KVCacheManager(**SMALL, **more) as manager:
+        manager.put(1, torch.zeros(4))
+        assert list(Path(nvme).glob("*.seg"))
+    assert not list(Path(nvme).iterdir())
+    with KVCacheManager(**SMALL, **more) as first:
+        first._segments = None  # as if a node had made them
+    with KVCacheManager(**SMALL, **more):
+        pass
+    assert len(list(Path(nvme).glob("*.seg"))) == 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -40,7 +41,8 @@ def node(name: str, folder: Path, port: int, *peers: int) -> Iterator[dict]:
     }
     command = [sys.executable, "-m", "p2pcache.cli", "start", "--alone", "--json"]
     command += [a for k, v in settings.items() for a in ("--set", f"{k}={v}")]
-    command += ["--peers", ",".join(f"127.0.0.1:{p}" for p in peers)]
+    if peers:
+        command += ["--peers", ",".join(f"127.0.0.1:{p}" for p in peers)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()
@@ -56,7 +58,7 @@ def node(name: str, folder: Path, port: int, *peers: int) -> Iterator[dict]:
 def pair(tmp_path: Path) -> Iterator[tuple[dict, dict]]:
     ports = free_port(), free_port()
     with ExitStack() as stack:
-        a = stack.enter_context(node("a", tmp_path, ports[0], ports[1]))
+        a = stack.enter_context(node("a", tmp_path, ports[0]))  # learns of b when b greets it
         b = stack.enter_context(node("b", tmp_path, ports[1], ports[0]))
         for one in (a, b):
             wait_for_members(one["socket"], 2)
@@ -119,10 +121,15 @@ def test_the_command_line_shows_the_mesh_and_what_it_holds(
         (["lookup", "/does/not/exist"], 2, "cannot be read"),
         (["start", "--alone", "--set", "host_byte_max=1"], 2, "host_bytes_max"),
         (["start", "--alone", "--set", "host_bytes_max"], 2, "SETTING=VALUE"),
-        (["start", "--alone", "--set", "host_bytes_max=much"], 2, "int"),
+        (["start", "--alone", "--set", "host_bytes_max=much"], 2, "whole number"),
         (["start", "--peers", "127.0.0.1:1"], 2, "--alone"),
         (["start", "--alone", "--set", "host=0.0.0.0"], 2, "wildcard"),
         (["status", "--socket", "/does/not/exist"], 1, "no p2pcache node answers"),
+        (["start", "--alone", "--peers", "somewhere"], 2, "10.0.0.2:7000"),
+        (["start", "--alone", "--peers", "127.0.0.1:99999"], 2, "10.0.0.2:7000"),
+        (["start", "--alone", "--set", "name=two\nlines"], 2, "letters"),
+        (["start", "--alone", "--set", "allow_plaintext_network=yes"], 2, "true or false"),
+        (["start", "--address", "127.0.0.1:1"], 1, "no Ray cluster answers"),
     ],
 )
 def test_a_mistake_in_a_call_is_said_in_a_sentence(arguments, status, words, capsys: pytest.CaptureFixture):
@@ -146,3 +153,40 @@ def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture):
         ]
         assert cli.main(["start", "--alone", *settings]) == 2
         assert str(port) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "one two", "[1, 2.5]", '{"a": 1}', "\0"])
+def test_a_file_that_holds_no_tokens_is_said_to(text: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "tokens").write_text(text)
+    assert cli.main(["lookup", str(tmp_path / "tokens")]) == 2
+    assert "token ids" in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_traceback(pair):
+    command = [sys.executable, "-m", "p2pcache.cli", "status", "--socket", pair[0]["socket"]]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    assert process.wait(30) == 141
+    assert process.stderr.read() == ""
+
+
+def test_what_a_killed_node_left_behind_is_cleared_by_the_next(tmp_path: Path):
+    with pytest.raises(AssertionError), node("a", tmp_path, free_port()) as a:
+        process = next(p for p in Path("/proc").glob("[0-9]*/cmdline") if _is(p, a["socket"], "name=a"))
+        os.kill(int(process.parent.name), signal.SIGKILL)
+    left = Path(a["socket"])
+    assert left.exists()
+    os.utime(left, (0, 0))
+    with node("b", tmp_path, free_port()):
+        pass
+    folder = left.parent.rename(tmp_path / "c")
+    with node("c", tmp_path, free_port()) as c:
+        assert [str(p) for p in folder.glob("*.sock")] == [c["socket"]]
+
+
+def _is(cmdline: Path, socket_path: str, word: str) -> bool:
+    try:
+        text = cmdline.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return False
+    return word in text and f"runtime_dir={Path(socket_path).parent}" in text
