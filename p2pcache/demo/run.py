@@ -48,7 +48,7 @@ SETTINGS: dict[str, Any] = {"host_bytes_max": 1024 * MIB}
 BY_NODE: dict[str, dict[str, Any]] = {
     "a": {"transports_by_peer": {"c": ("ucx", "tcp")}},
     "b": {"transports_by_peer": {"c": ("tcp",)}},
-    "c": {"transports_by_peer": {"a": ("ucx", "tcp"), "b": ("tcp",)}, "host_bytes_max": 160 * MIB},
+    "c": {"transports_by_peer": {"a": ("ucx", "tcp"), "b": ("tcp",)}, "host_bytes_max": 192 * MIB},
 }
 
 
