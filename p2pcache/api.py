@@ -27,17 +27,17 @@ import torch
 
 from p2pcache.core.checksum import checksum_body
 from p2pcache.core.chunking import Chunker, ContentChunker, as_tokens
-from p2pcache.core.keys import ChunkKeys, Namespace, body_key, chunk_keys, exact_key
+from p2pcache.core.keys import ChunkKeys, Namespace, body_key, chunk_keys
 from p2pcache.discovery import find_socket
 from p2pcache.io.link import Link
 from p2pcache.io.streams import Stream, default_stream
 from p2pcache.node.wireform import body_from_wire, body_to_wire, found_from_wire, holder_to_wire
 from p2pcache.results import Fetched, FetchedChunk, Lookup, LookupChunk, Prefetch, Stored
+from p2pcache.runs import mark_runs
 from p2pcache.types import (
     BodyInfo,
     ConfigError,
     DeadlineExceeded,
-    Found,
     LayoutError,
     Match,
     Miss,
@@ -207,7 +207,7 @@ class Cache:
                 LookupChunk(k, Match.NONE, Source.RECOMPUTE, None, "", (), 0.0, miss, str(error))
                 for k in keys
             ]
-        return Lookup(run, tuple(self._mark_runs(found)), time.perf_counter() - started_s)
+        return Lookup(run, tuple(mark_runs(self._key, found)), time.perf_counter() - started_s)
 
     def explain(
         self,
@@ -368,21 +368,6 @@ class Cache:
             if held.model == self.namespace.model and held != self.namespace:
                 yield held
 
-    def _mark_runs(self, chunks: Sequence[LookupChunk]) -> Iterator[LookupChunk]:
-        """Say of each chosen body whether it was computed right behind the one before it.
-
-        Where several bodies of a chunk are known, one that continues the run is taken, provided that
-        a node has it from which the planner takes something for this prompt anyhow.
-        """
-        reachable = {c.peer for c in chunks if c.body is not None}
-        before: BodyInfo | None = None
-        for c in chunks:
-            if before is not None and c.match is Match.CONTENT:
-                follower = exact_key(self._key, before.exact, c.keys.digest)
-                c = next((_on(c, f, reachable) for f in c.found if f.body.exact == follower), c)
-            yield c
-            before = c.body
-
     def _granted(self, link: Link, c: LookupChunk, grant: list[Any]) -> FetchedChunk:
         source, peer, transport, where, _, miss, seconds = grant
         if where is None:
@@ -480,18 +465,6 @@ def _chunk(keys: ChunkKeys, answer: list[Any]) -> LookupChunk:
         cost_s,
         Miss(miss) if miss else None,
     )
-
-
-def _on(c: LookupChunk, found: Found, reachable: set[str]) -> LookupChunk:
-    """The same chunk from another body, which follows the one before it; unchanged where out of reach."""
-    if c.body is not None and found.body.exact == c.body.exact:
-        return dataclasses.replace(c, follows=True)
-    near = [h for h in found.holders if h.node in reachable]
-    if not near:
-        return c
-    peer = min(near, key=lambda h: (h.node != c.peer, h.tier)).node
-    source = c.source if peer == c.peer else Source.PEER
-    return dataclasses.replace(c, body=found.body, peer=peer, source=source, follows=True)
 
 
 def _holders(c: LookupChunk) -> list[Any]:

@@ -24,7 +24,7 @@ LAYERS = (
     {"io"},
     {"node"},
     {"runtime"},
-    {"results", "discovery", "api", "embedded", "actor", ""},  # "": the package itself
+    {"results", "runs", "discovery", "api", "embedded", "actor", ""},  # "": the package itself
     {"blend"},
     {"integrations", "demo", "serve", "cli", "__main__"},
 )
