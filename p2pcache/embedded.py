@@ -121,9 +121,10 @@ class KVCacheManager:
         if status != "ok":
             raise TierFull(f"no room for {nbytes:,} bytes in the host tier: {status}")
         try:
-            view = link.slab.view(offset, nbytes)
-            pack_into(tensors, view)
-            sums = list(checksum_body(view, exact, 1))
+            with link.writing():
+                view = link.slab.view(offset, nbytes)
+                pack_into(tensors, view)
+                sums = list(checksum_body(view, exact, 1))
         except BaseException:
             link.notify("abort", {"generations": [generation]})
             raise
