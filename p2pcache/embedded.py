@@ -72,7 +72,8 @@ class KVCacheManager:
             merged |= {"nvme_path": str(nvme_path), "nvme_bytes_max": _gib("nvme_gb", nvme_gb)}
         device_bytes = _gib("gpu_memory_gb", gpu_memory_gb)
         self._device = DeviceStore(device_bytes, device) if device_bytes else None
-        self._segments = Path(nvme_path) if nvme_path is not None and not _segments(nvme_path) else None
+        fresh = nvme_path is not None and not _segments(nvme_path)
+        self._segments: Path | None = None
         self._folder = (
             tempfile.TemporaryDirectory(prefix="p2pcache-") if "runtime_dir" not in settings else None
         )
@@ -80,6 +81,8 @@ class KVCacheManager:
             merged["runtime_dir"] = self._folder.name
         try:
             self.runtime = NodeRuntime.start(NodeConfig.of(merged))
+            # Not before: where the start is refused, the segments may be another's who was faster.
+            self._segments = Path(nvme_path) if nvme_path is not None and fresh else None
             try:
                 self.client = Client(self.runtime.socket_path, timeout_s=_BUDGET_S)
             except BaseException:

@@ -23,7 +23,7 @@ from p2pcache.blend.sparse import decode, extract_kv, full_prefill, sparse_prefi
 from p2pcache.core.chunking import FixedChunker, SegmentChunker
 from p2pcache.demo.model import load_model, weights_fingerprint
 from p2pcache.demo.workload import Request
-from p2pcache.integrations.transformers import Prefill, TransformersEngine, _pieces
+from p2pcache.integrations.transformers import Prefill, TransformersEngine, pieces_of
 from p2pcache.types import Match, Source
 
 ANSWER_TOKENS = 16
@@ -137,7 +137,7 @@ class DemoEngine:
         self, request: Request, prefill: Prefill, reference: torch.Tensor, answer: list[int]
     ) -> dict[str, float]:
         """The same reuse without turning keys, and the same question without its documents."""
-        pieces = _pieces(prefill.chunks)
+        pieces = pieces_of(prefill.chunks)
         unturned = {start: replace(p, base_position=p.start, follows=False) for start, p in pieces.items()}
         layers = _Fetched(prefill, unturned)
         sparse = sparse_prefill(

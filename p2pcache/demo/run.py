@@ -118,8 +118,6 @@ def _serve(engines: list[Any], tokenizer: Any, progress: Progress) -> list[dict[
 @contextmanager
 def _cluster() -> Iterator[None]:
     """A Ray cluster of three nodes on this machine, and this process connected to it."""
-    # Ray's name for "this cluster stays on this machine": it then binds its ports to loopback alone.
-    # It has to be set before Ray is imported anywhere in this process.
     cluster = Cluster()
     try:
         for name in NODES:

@@ -151,7 +151,7 @@ class TransformersEngine:
         prefetch = self.cache.prefetch(lookup, budget_s=budget_s)
         try:
             chunks = list(prefetch.chunks())
-            pieces = _pieces(chunks)
+            pieces = pieces_of(chunks)
             source = _MeshLayers(prefetch, pieces) if pieces else None
             sparse = sparse_prefill(
                 self.model,
@@ -235,7 +235,7 @@ _NOT_COMPUTATION = frozenset(
 )
 
 
-def _pieces(chunks: Iterable[FetchedChunk]) -> dict[int, Piece]:
+def pieces_of(chunks: Iterable[FetchedChunk]) -> dict[int, Piece]:
     """What was fetched, as pieces for the sparse prefill, by start. Ordered."""
     pieces: dict[int, Piece] = {}
     before: FetchedChunk | None = None

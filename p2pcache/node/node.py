@@ -396,5 +396,8 @@ class Node:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self.desk.office.sweep()
-            self.shard.sweep()
+            try:
+                self.desk.office.sweep()
+                self.shard.sweep()
+            except Exception:  # without this loop no ticket of a reader that died would ever end
+                _log.exception("housekeeping met an error of its own; it goes on")

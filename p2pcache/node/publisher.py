@@ -8,6 +8,7 @@ withdrawal leaves behind costs a refused ticket until its time to live is over.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from random import Random
 
@@ -19,6 +20,7 @@ from p2pcache.node.shard import Shard
 from p2pcache.node.wireform import body_to_wire
 from p2pcache.types import BodyInfo, ContentKey, ExactKey, RemoteError, Tier
 
+_log = logging.getLogger(__name__)
 BATCH_MAX = 2048
 
 _Held = tuple[BodyInfo, Tier, int]
@@ -149,6 +151,9 @@ class Publisher:
                 await self._send(owner, "directory.publish", {"bodies": bodies, "resync": mark})
         except RemoteError:
             self._counters["unpublished"] += 1
+        except Exception:  # without this loop nothing would be published any more
+            self._counters["unpublished"] += 1
+            _log.exception("publishing to %s met an error of its own; it goes on", owner)
 
     async def _send(self, owner: str, op: str, body: dict) -> None:
         peer = self._view.members.get(owner)

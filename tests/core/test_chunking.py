@@ -9,6 +9,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -246,7 +247,6 @@ def test_impossible_settings_are_refused_in_words(make, words: str) -> None:
 
 
 def test_as_tokens_takes_what_engines_have() -> None:
-    torch = pytest.importorskip("torch")
     expected = np.array([0, 7, 128_255], np.uint32)
     for given_as in (
         [0, 7, 128_255],
@@ -266,7 +266,6 @@ def test_as_tokens_takes_what_engines_have() -> None:
 
 
 def test_as_tokens_copies_neither_uint32_nor_int32() -> None:
-    torch = pytest.importorskip("torch")
     frozen = uniform(0, 16)
     frozen.flags.writeable = False
     assert as_tokens(frozen) is frozen

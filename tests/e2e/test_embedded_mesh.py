@@ -1015,3 +1015,21 @@ def test_a_node_that_takes_no_messages_for_a_while_keeps_no_lease_of_those_who_g
     go_on.set()
     until(lambda: m.status(0)["sessions"] == 1, "the broken connection's session has ended")
     client.close()
+
+
+def test_housekeeping_and_publishing_outlive_an_error_of_their_own(mesh: Callable, monkeypatch: Any):
+    m = mesh(1)
+    node, calls = m.nodes[0].node, []
+
+    def broken(*arguments: Any) -> Any:
+        calls.append(arguments)
+        raise RuntimeError("a mistake of ours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(node.shard, "sweep", broken)
+        until(lambda: len(calls) >= 2, "a second round of housekeeping")
+        patch.setattr(node.shard, "handle", broken)
+        cache = m.caches[0]
+        stored = cache.store(cache.chunks(prompt(64, 1), CHUNKS), some_kv(64))
+        assert stored.stored == 1 and not stored.published(PATIENCE_S)
+    keep(m.caches[0], prompt(64, 2))

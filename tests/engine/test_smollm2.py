@@ -25,7 +25,6 @@ ANSWER_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    pytest.importorskip("gguf")
     return prepare_model(CACHE_DIR)
 
 

@@ -29,7 +29,6 @@ def run(*command: str | Path, **options) -> str:
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An sdist, and the wheel built *from it*: a file that the sdist lacks fails here."""
-    pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--outdir", folder, ROOT)
     return folder
