@@ -328,11 +328,11 @@ class Cache:
             link = self.client.link()
             request = {"bodies": [body_to_wire(b) for b in bodies], "deadline_s": budget_s}
             slots = link.call("reserve", request, budget_s)["slots"]
-            committed, resident = self._write(link, chunks, bodies, slots, kv, offset, refused, by_s)
+            committed, resident, lost = self._write(link, chunks, bodies, slots, kv, offset, refused, by_s)
         except (NodeDown, RemoteError) as error:
             refused[Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN] += len(bodies)
             return Stored(0, 0, refused, lambda _: False)
-        return Stored(committed, resident, refused, lambda wait_s: self._published(link, wait_s))
+        return Stored(committed, resident, refused, lambda wait_s: self._published(link, lost, wait_s))
 
     def pin(self, lookup: Lookup, ttl_s: float, *, budget_s: float = LOOKUP_BUDGET_S) -> int:
         """Keep what this node's host tier holds of a lookup from eviction. Returns how many chunks."""
@@ -415,8 +415,11 @@ class Cache:
         offset: int,
         refused: Counter[str],
         by_s: float,
-    ) -> tuple[int, int]:
-        """Fill reserved slots and commit them. Returns (committed, resident before)."""
+    ) -> tuple[int, int, int]:
+        """Fill reserved slots and commit them. Returns (committed, resident before, lost before).
+
+        lost: how many batches to owners had been lost then, for `_published` to compare with.
+        """
         resident, ready = 0, []
         pending = {slot[2] for slot in slots if slot[0] == "ok"}
         try:
@@ -438,17 +441,17 @@ class Cache:
                         ready.append([generation, list(sums), b""])
             # What is written is worth a moment: the caller's writer may have used up the budget.
             left_s = max(by_s - time.monotonic(), _COMMIT_S)
-            committed = link.call("commit", {"slots": ready}, left_s)["committed"] if ready else 0
+            reply = link.call("commit", {"slots": ready}, left_s)
             pending.clear()
-            return committed, resident
+            return reply["committed"], resident, reply["lost"]
         finally:
             if pending:  # the caller's own writer failed: nothing of it may stay
                 link.notify("abort", {"generations": list(pending)})
 
     @staticmethod
-    def _published(link: Link, budget_s: float) -> bool:
+    def _published(link: Link, lost: int, budget_s: float) -> bool:
         try:
-            return link.call("published", {}, budget_s)["told"]
+            return link.call("published", {"lost": lost}, budget_s)["told"]
         except (NodeDown, RemoteError):
             return False
 

@@ -230,10 +230,10 @@ OPS: dict[str, tuple[Check, Check]] = {
     ),
     "commit": (
         _record(slots=_list(_tuple(U63, CHECKSUMS, _bytes(0, META_BYTES_MAX)), CHUNKS_MAX)),
-        _record(committed=U31),
+        _record(committed=U31, lost=U63),  # lost: batches to owners that were lost before these
     ),
     "abort": (_record(generations=_list(U63, CHUNKS_MAX)), NONE),
-    "published": (NONE, _record(told=_bool)),
+    "published": (_record(lost=U63), _record(told=_bool)),  # told: none was lost since
     "forget": (_record(bodies=_list(KEY, CHUNKS_MAX)), NONE),
     "pin": (_record(bodies=_list(KEY, CHUNKS_MAX), ttl_s=_number), _record(pinned=U31)),
     "open": (_record(descriptor=DESCRIPTOR), NONE),

@@ -66,8 +66,9 @@ class EngineDesk:
         return {"slots": [[s, 0, 0] if isinstance(s, str) else ["ok", s.offset, s.generation] for s in slots]}
 
     async def _on_commit(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
+        lost = self._node.publisher.lost
         done = [self._node.commit(session, g, tuple(sums), meta) for g, sums, meta in body["slots"]]
-        return {"committed": sum(done)}
+        return {"committed": sum(done), "lost": lost}
 
     async def _on_abort(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         for generation in body["generations"]:
@@ -80,7 +81,8 @@ class EngineDesk:
         return {}
 
     async def _on_published(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"told": await self._node.publisher.flushed()}
+        await self._node.publisher.flushed()
+        return {"told": self._node.publisher.lost == body["lost"]}
 
     async def _on_pin(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         return {"pinned": sum(self._node.pin(ExactKey(e), body["ttl_s"]) for e in body["bodies"])}

@@ -97,15 +97,18 @@ class Publisher:
                 del queue[owner]
         self._wake.set()
 
-    async def flushed(self) -> bool:
-        """Wait until all that is queued now has been sent. False: an owner was not reached meanwhile."""
-        lost = self._counters["unpublished"]
+    @property
+    def lost(self) -> int:
+        """Batches to owners that were lost so far."""
+        return self._counters["unpublished"]
+
+    async def flushed(self) -> None:
+        """Wait until all that is queued now has been sent, or lost."""
         pending = bool(self._held or self._gone or self._resync)
         # A round under way may have begun before the last of it was queued; the next one has it all.
         target = self._sent + pending + self._sending
         async with self._round_ended:
             await self._round_ended.wait_for(lambda: self._sent >= target)
-        return self._counters["unpublished"] == lost
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

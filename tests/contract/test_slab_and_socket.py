@@ -454,7 +454,7 @@ def test_calls_of_many_threads_get_each_their_own_answer(served: Served) -> None
 
     def ask(i: int) -> bool:
         op = ("pin", "published")[i % 2]
-        body = {"bodies": [], "ttl_s": 1.0} if op == "pin" else {}
+        body = {"bodies": [], "ttl_s": 1.0} if op == "pin" else {"lost": 0}
         return link.call(op, body, PATIENCE_S) == ({"pinned": 0} if op == "pin" else {"told": True})
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
@@ -467,13 +467,13 @@ def test_whoever_waits_when_the_node_goes_is_told_so(folder: Path, slab: HostSla
     served.call(served.desk.may_answer.clear)
     link = Link(served.path, PATIENCE_S)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(link.call, "published", {}, PATIENCE_S)
+        waiting = pool.submit(link.call, "published", {"lost": 0}, PATIENCE_S)
         served.desk.wait(lambda: bool(served.desk.asked), "the request arrived")
         served.close()
         with pytest.raises(NodeDown):
             waiting.result(PATIENCE_S)
     with pytest.raises(NodeDown):
-        link.call("published", {}, PATIENCE_S)
+        link.call("published", {"lost": 0}, PATIENCE_S)
     link.close()
 
 
@@ -588,7 +588,7 @@ def test_a_mistaken_release_commit_or_abort_changes_nothing(node: NodeRuntime) -
     link = Link(node.socket_path, PATIENCE_S)
     link.call("release", {"generations": [0, 1, 99, 2**63 - 1]}, PATIENCE_S)
     link.call("abort", {"generations": [1, 99]}, PATIENCE_S)
-    assert link.call("commit", {"slots": [[1, [0], b""]]}, PATIENCE_S) == {"committed": 0}
+    assert link.call("commit", {"slots": [[1, [0], b""]]}, PATIENCE_S) == {"committed": 0, "lost": 0}
     assert at_rest(state(node))
     link.close()
 
@@ -610,10 +610,10 @@ def test_another_engine_cannot_commit_or_abort_a_slot(node: NodeRuntime) -> None
         "slots"
     ]
     assert status == "ok"
-    assert other.call("commit", {"slots": [[generation, [0], b""]]}, 5) == {"committed": 0}
+    assert other.call("commit", {"slots": [[generation, [0], b""]]}, 5) == {"committed": 0, "lost": 0}
     other.call("abort", {"generations": [generation]}, 5)
     assert state(node)["unfinished"] == 1
-    assert mine.call("commit", {"slots": [[generation, [0], b""]]}, 5) == {"committed": 1}
+    assert mine.call("commit", {"slots": [[generation, [0], b""]]}, 5) == {"committed": 1, "lost": 0}
     mine.close()
     other.close()
 
