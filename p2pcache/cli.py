@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
-import json
 import os
-import signal
-import socket
 import sys
-import threading
 from pathlib import Path
-from typing import Any
 
-from p2pcache import __version__
-from p2pcache.types import ConfigError, NodeDown, P2PCacheError, RemoteError
-
-_CHUNKERS = "`content`, `fixed:N`, or `segments:OFFSET,OFFSET,...`"
+from p2pcache import __version__, commands
+from p2pcache.types import ConfigError, P2PCacheError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,9 +50,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="p2pcache", description="A peer-to-peer cache mesh for the KV tensors of LLM attention."
     )
     parser.add_argument("--version", action="version", version=f"p2pcache {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    verbs = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    demo = commands.add_parser(
+    demo = verbs.add_parser(
         "demo", help="run three nodes with a real model on this machine and show what the cache does"
     )
     demo.add_argument(
@@ -77,9 +69,9 @@ def _parser() -> argparse.ArgumentParser:
         default=Path(".cache"),
         help="where the converted model is kept (default: %(default)s)",
     )
-    demo.set_defaults(run=_demo)
+    demo.set_defaults(run=commands.demo)
 
-    start = commands.add_parser(
+    start = verbs.add_parser(
         "start",
         help="start the mesh of this host's Ray cluster, or one node alone",
         description="Puts a node on every Ray node started with --labels=p2pcache=1, and keeps it there."
@@ -108,19 +100,42 @@ def _parser() -> argparse.ArgumentParser:
         "--wait", metavar="NODES", type=int, default=0, help="nodes to wait for (default: those alive now)"
     )
     start.add_argument("--json", action="store_true", help="print JSON")
-    start.set_defaults(run=_start)
+    start.set_defaults(run=commands.start)
 
-    stop = commands.add_parser("stop", help="stop the mesh of this host's Ray cluster")
+    stop = verbs.add_parser("stop", help="stop the mesh of this host's Ray cluster")
     stop.add_argument("--address", default="auto", help="of the Ray cluster (default: the one on this host)")
     stop.add_argument("--json", action="store_true", help="print JSON")
-    stop.set_defaults(run=_stop)
+    stop.set_defaults(run=commands.stop)
 
-    status = commands.add_parser("status", help="nodes, tiers, bytes and hit rates of the whole mesh")
+    drain = verbs.add_parser(
+        "drain",
+        help="have a node hand its hottest bodies to its peers and leave the mesh",
+        description="Its host stays in Ray. Engines there compute everything themselves from then on.",
+    )
+    drain.add_argument("node", metavar="NODE", help="its name, as `p2pcache status` shows it")
+    drain.add_argument(
+        "--budget", metavar="SECONDS", type=float, default=30.0, help="for handing on (default: %(default)g)"
+    )
+    drain.add_argument("--undo", action="store_true", help="bring a drained node back")
+    drain.add_argument("--address", default="auto", help="of the Ray cluster (default: the one on this host)")
+    _cluster(drain)
+    drain.add_argument("--json", action="store_true", help="print JSON")
+    drain.set_defaults(run=commands.drain)
+
+    down = verbs.add_parser(
+        "down",
+        help="stop a cluster that `ray up` started: the mesh, Ray, and what `ray down` leaves on workers",
+    )
+    down.add_argument("cluster", metavar="YAML", type=Path, help="the file that `ray up` was given")
+    down.set_defaults(run=commands.down)
+
+    status = verbs.add_parser("status", help="nodes, tiers, bytes and hit rates of the whole mesh")
     status.add_argument("--socket", help="engine socket of the node to ask (default: any on this host)")
+    _cluster(status)
     status.add_argument("--json", action="store_true", help="print JSON")
-    status.set_defaults(run=_status)
+    status.set_defaults(run=commands.status)
 
-    lookup = commands.add_parser(
+    lookup = verbs.add_parser(
         "lookup",
         help="which chunks of a prompt the mesh holds, where, and why not",
         description="Looks a prompt up as an engine would, without fetching anything.",
@@ -133,277 +148,18 @@ def _parser() -> argparse.ArgumentParser:
     lookup.add_argument("--model", help="of the namespace to ask in (default: the only one the mesh knows)")
     lookup.add_argument("--dtype", help="of the namespace, where a model has several")
     lookup.add_argument("--tenant", help="the tenant's salt")
-    lookup.add_argument("--chunker", default="content", help=f"{_CHUNKERS} (default: content)")
+    lookup.add_argument("--chunker", default="content", help=f"{commands.CHUNKERS} (default: content)")
     lookup.add_argument("--exact", action="store_true", help="exact reuse only")
     lookup.add_argument("--socket", help="engine socket of the node to ask (default: any on this host)")
     lookup.add_argument("--json", action="store_true", help="print JSON")
-    lookup.set_defaults(run=_lookup)
+    lookup.set_defaults(run=commands.lookup)
     return parser
 
 
-# -- commands --------------------------------------------------------------------------------------
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    from p2pcache.demo.main import demo
-
-    return demo(arguments.cache, arguments.json)
-
-
-def _start(arguments: argparse.Namespace) -> int:
-    from p2pcache.config import parse_settings
-
-    pairs = dict(_pair(text) for text in arguments.set)
-    settings = {"host": pairs.pop("host")} if pairs.get("host") == "node-ip" else {}
-    settings |= parse_settings(pairs)
-    if arguments.alone:
-        return _run_alone(settings, _addresses(arguments.peers), arguments.json)
-    if arguments.peers:
-        raise ConfigError("--peers goes with --alone; on Ray the mesh finds its nodes by itself")
-    from p2pcache.actor import Mesh
-    from p2pcache.io.members_ray import LABEL, alive_nodes
-
-    _join_ray(arguments.address)
-    nodes = alive_nodes(labelled_only=not arguments.all_nodes)
-    if not nodes:
-        raise ConfigError(
-            f"no Ray node carries the label: start Ray with --labels={LABEL}=1, or pass --all-nodes"
-        )
-    mesh = Mesh.ensure(settings, labelled_only=not arguments.all_nodes)
-    try:
-        members = mesh.wait_for(arguments.wait or len(nodes))
-    except NodeDown:
-        if not mesh.status()["members"]:  # nothing runs: leave nothing that the next try would find
-            mesh.stop()
-        raise
-    if arguments.json:
-        print(json.dumps([m.to_wire() for m in members]))
-    else:
-        print(f"{len(members)} nodes are in the mesh: {', '.join(sorted(m.name for m in members))}")
-    return 0
-
-
-def _run_alone(settings: dict[str, Any], peers: list[str], as_json: bool) -> int:
-    from p2pcache.config import NodeConfig
-    from p2pcache.runtime import NodeRuntime
-
-    ended = threading.Event()
-    runtime = NodeRuntime.start(NodeConfig.of(settings))
-    # After the start: a library that it loads may have set handlers of its own.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: ended.set())
-    try:
-        runtime.follow(peers)
-        if as_json:
-            print(json.dumps(runtime.member.to_wire() | {"socket": runtime.socket_path}), flush=True)
-        else:
-            print(f"node {runtime.member.name} serves {runtime.socket_path}; interrupt to stop", flush=True)
-        ended.wait()
-    finally:
-        runtime.close()
-    return 0
-
-
-def _stop(arguments: argparse.Namespace) -> int:
-    from p2pcache.actor import Mesh
-
-    _join_ray(arguments.address)
-    Mesh.find().stop()
-    print(json.dumps({"stopped": True}) if arguments.json else "the mesh is stopped")
-    return 0
-
-
-def _status(arguments: argparse.Namespace) -> int:
-    with _any_client(arguments.socket) as client:
-        nodes = client.mesh()
-    if arguments.json:
-        print(json.dumps(nodes))
-        return 0
-    for node in nodes:
-        if "error" in node:
-            print(f"{node['name']}: no answer ({node['error']})")
-            continue
-        count = node["counters"]
-        hits, chunks = count["hits_exact"] + count["hits_content"], count["chunks"]
-        nvme = node["nvme"]
-        below = (
-            f"NVMe {_size(nvme['used_bytes'])} of {_size(nvme['capacity_bytes'])}" if nvme else "no NVMe tier"
-        )
-        share = f"{hits / chunks:.0%} of {chunks:,} chunks found" if chunks else "nothing asked yet"
-        print(
-            f"{node['name']}: host {_size(node['host']['bytes'])} of {_size(node['host']['bytes_max'])}"
-            f" ({node['host']['bodies']:,} bodies), {below}; {share}; {node['leases']} leases"
-        )
-        served = [f"{count['served_' + s]:,} {s}" for s in ("local", "nvme", "peer") if count["served_" + s]]
-        missed = [
-            f"{n:,} {name.removeprefix('miss_')}"
-            for name, n in count.items()
-            if name.startswith("miss_") and n
-        ]
-        if served or missed:
-            print(f"    served: {', '.join(served) or 'nothing'}; missed: {', '.join(missed) or 'nothing'}")
-    views = {n.get("view_id") for n in nodes if "error" not in n}
-    if len(views) > 1:
-        print("the nodes do not agree on who is in the mesh (yet)")
-    return 1 if any("error" in n for n in nodes) else 0
-
-
-def _lookup(arguments: argparse.Namespace) -> int:
-    from p2pcache.core.keys import hash_salt
-
-    tokens = _read_tokens(arguments.tokens)
-    tenant = hash_salt(arguments.tenant) if arguments.tenant is not None else None
-    with _any_client(arguments.socket) as client:
-        everything = client.namespaces(tenant)
-        known = [n for n in everything if arguments.model in (None, n.model)]
-        known = [n for n in known if arguments.dtype in (None, n.layout.dtype)]
-        if len(known) != 1:
-            names = ", ".join(sorted(f"{n.model} ({n.layout.dtype})" for n in everything)) or "none"
-            raise ConfigError(f"name one namespace with --model and --dtype; the mesh knows: {names}")
-        cache = client.open(known[0])
-        found = cache.explain(tokens, chunker=_chunker(arguments.chunker), content_reuse=not arguments.exact)
-    rows = [_chunk_row(c) for c in found.chunks]
-    if arguments.json:
-        print(json.dumps({"tokens": len(tokens), "seconds": found.seconds, "chunks": rows}))
-        return 0
-    for row in rows:
-        print(_chunk_line(row))
-    print(
-        f"{found.exact_tokens:,} tokens exact, {found.content_tokens:,} by content,"
-        f" of {len(tokens):,}; {found.seconds * 1e3:.1f} ms"
+def _cluster(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--cluster", metavar="YAML", type=Path, help="of the cluster that this file describes, over SSH"
     )
-    return 0
-
-
-def _chunk_row(c: Any) -> dict[str, Any]:
-    """One chunk of a lookup as plain values."""
-    return {
-        "start": c.keys.start,
-        "stop": c.keys.stop,
-        "match": c.match.value,
-        "source": c.source.value,
-        "node": c.peer,
-        "bytes": c.body.nbytes if c.body else 0,
-        "expected_s": c.expected_s,
-        "miss": str(c.miss) if c.miss else "",
-        "detail": c.detail,
-        "holders": [
-            {"node": h.node, "tier": h.tier.name.lower(), "exact": f.body.exact == c.keys.exact}
-            for f in c.found
-            for h in f.holders
-        ],
-    }
-
-
-def _chunk_line(row: dict[str, Any]) -> str:
-    """The same for a person."""
-    span = f"[{row['start']:>6}, {row['stop']:>6})"
-    held = ", ".join(sorted({f"{h['node']} ({h['tier']})" for h in row["holders"]}))
-    if row["match"] == "none":
-        why = row["miss"] + (f": {row['detail']}" if row["detail"] else "")
-        return f"{span}  miss     {why}" + (f"; held by {held}" if held else "")
-    size = _size(row["bytes"])
-    return f"{span}  {row['match']:<7}  from {row['node']} by {row['source']}, {size}; held by {held}"
-
-
-# -- reading arguments, reaching nodes -------------------------------------------------------------
-
-
-def _addresses(text: str) -> list[str]:
-    found = [part for part in text.split(",") if part]
-    for address in found:
-        host, colon, port = address.rpartition(":")
-        try:
-            ipaddress.ip_address(host.strip("[]"))
-            right = bool(colon) and 0 < int(port) <= 65_535
-        except ValueError:
-            right = False
-        if not right:
-            raise ConfigError(f"--peers takes addresses such as 10.0.0.2:7000, not {address!r}")
-    return found
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"--set takes SETTING=VALUE, not {text!r}")
-    return name, value
-
-
-def _join_ray(address: str) -> None:
-    import logging
-
-    import ray
-
-    host, colon, port = address.rpartition(":")
-    if colon:  # ask by ourselves first: Ray would try for a minute, and log all of it
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
-        except (OSError, ValueError, OverflowError):
-            raise NodeDown(f"no Ray cluster answers at {address!r}") from None
-    try:
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
-    except (ConnectionError, ValueError):
-        raise NodeDown(
-            "no Ray cluster runs on this host: start one with `ray start --head --labels=p2pcache=1`"
-        ) from None
-
-
-def _any_client(path: str | None) -> Any:
-    """A connection to a node on this host: the one named, or any that answers."""
-    from p2pcache.api import connect
-    from p2pcache.discovery import sockets_here
-
-    if path is not None:
-        return connect(path)
-    for candidate in sockets_here():
-        try:
-            return connect(candidate)
-        except (NodeDown, RemoteError):
-            continue
-    return connect()
-
-
-def _read_tokens(path: str) -> list[int]:
-    if path == "-" and sys.stdin is None:
-        raise ConfigError("there is no standard input to read token ids from")
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    try:
-        tokens = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-    except (ValueError, RecursionError):
-        raise ConfigError(
-            f"{path} holds no token ids: give integers between spaces, or a JSON list"
-        ) from None
-    if not isinstance(tokens, list) or not all(type(t) is int for t in tokens):
-        raise ConfigError(f"{path} holds no list of token ids")
-    return tokens
-
-
-def _chunker(text: str) -> Any:
-    from p2pcache.core.chunking import ContentChunker, FixedChunker, SegmentChunker
-
-    kind, _, rest = text.partition(":")
-    try:
-        if kind == "content" and not rest:
-            return ContentChunker()
-        if kind == "fixed":
-            return FixedChunker(int(rest) if rest else 256)
-        if kind == "segments":
-            return SegmentChunker([int(offset) for offset in rest.split(",")])
-    except ValueError as error:
-        raise ConfigError(f"--chunker {text!r}: {error}") from None
-    raise ConfigError(f"--chunker takes {_CHUNKERS}, not {text!r}")
-
-
-def _size(nbytes: int) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError
 
 
 if __name__ == "__main__":

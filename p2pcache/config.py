@@ -65,6 +65,7 @@ class NodeConfig:
     directory_ttl_s: float = 120.0  # an owner forgets a holder that has not published for so long
     republish_s: float = 40.0  # holders publish again this often
     tombstone_s: float = 30.0  # how long a withdrawal outlives messages that it overtook
+    contact_lost_s: float = 10.0  # a node that its supervisor left alone so long stops publishing; 0: never
     resync_s: float = 5.0  # at most this long after a View change an owner answers `unknown`
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ import secrets
 import socket
 import tempfile
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,9 +78,26 @@ class NodeRuntime:
             future.cancel()
             raise NodeDown(f"the node did not answer within {timeout_s} s") from None
 
-    def apply_view(self, members: list[Member]) -> None:
-        """Tell the node who is in the mesh."""
-        self._loop.call_soon_threadsafe(self.node.apply_view, View.of(members))
+    def apply_view(self, members: list[Member], absent: Mapping[str, str] | None = None) -> None:
+        """Tell the node who is in the mesh. absent: hosts without a node in it, and why."""
+
+        def apply() -> None:
+            self.node.absent = dict(absent or {})
+            self.node.apply_view(View.of(members))
+
+        self._loop.call_soon_threadsafe(apply)
+
+    def contact(self) -> None:
+        """Its supervisor spoke to the node."""
+        self._loop.call_soon_threadsafe(self.node.contact)
+
+    def drain(self, budget_s: float) -> dict[str, int]:
+        """Hand the node's hottest bodies to its peers; see `Node.drain`."""
+        return self.call(self.node.drain(budget_s), budget_s + CALL_TIMEOUT_S)
+
+    def quiet(self, budget_s: float) -> bool:
+        """Wait until no peer reads from the node. False where one still did at the end."""
+        return self.call(self.node.quiet(budget_s), budget_s + CALL_TIMEOUT_S)
 
     def follow(self, addresses: Sequence[str]) -> None:
         """Make a mesh without Ray: with the nodes behind these `host:port` control addresses, and with

@@ -130,6 +130,10 @@ class VersionMismatch(RemoteError):
     """The other side speaks another version of the p2pcache protocol."""
 
 
+class Fenced(RemoteError):
+    """The asking incarnation is not a member of the mesh any more: another has its place, or none."""
+
+
 class NodeDown(P2PCacheError):
     """This process's own node is not there, or has gone away."""
 

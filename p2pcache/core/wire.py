@@ -209,6 +209,10 @@ OPS: dict[str, tuple[Check, Check]] = {
         _record(bodies=_list(KEY, CHUNKS_MAX), transport=_text(16), deadline_s=_number),
         _record(tickets=_list(_ticket, CHUNKS_MAX)),
     ),
+    "adopt": (
+        _record(bodies=_list(BODY, CHUNKS_MAX), deadline_s=_number),
+        _record(adopted=_list(KEY, CHUNKS_MAX)),
+    ),
     "pull.close": (_record(tokens=_list(TOKEN, CHUNKS_MAX)), NONE),
     "namespaces": (_record(descriptors=_list(DESCRIPTOR, 256)), _record(descriptors=_list(DESCRIPTOR, 256))),
     "status": (NONE, _anything),

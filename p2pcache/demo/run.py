@@ -30,12 +30,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from p2pcache.actor import Mesh
 from p2pcache.config import MIB
 from p2pcache.demo.engine import DemoEngine, summarise
 from p2pcache.demo.model import load_model, prepare_model
 from p2pcache.demo.workload import Conversation, Request, retrieval
 from p2pcache.io.members_ray import LABEL, NAME_LABEL, alive_nodes
+from p2pcache.mesh import Mesh
 
 NODES = ("a", "b", "c")
 RETRIEVALS, TURNS = 12, 9

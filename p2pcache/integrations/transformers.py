@@ -6,6 +6,9 @@
     engine.store(prefill)                           # prompt and answer, off the critical path
     prefill.close()
 
+`prefill` is `start` (look up, begin to pull) and `complete` (compute the rest); a server calls them
+apart, so that the pull hides behind its queue (`transformers_serving`).
+
 Batch of one; eager or SDPA attention. Approximate KV (whatever attended to KV that was reused at
 another position) is stored as such and never as exact.
 """
@@ -14,7 +17,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,12 +30,58 @@ from blake3 import blake3
 from p2pcache.api import Cache, Client
 from p2pcache.blend.rotate import RopeSpec, length_dependent
 from p2pcache.blend.select import HEAD_TOKENS, Piece
-from p2pcache.blend.sparse import SparsePrefill, decode, extract_kv, sparse_prefill
+from p2pcache.blend.sparse import LayerSource, SparsePrefill, decode, extract_kv, sparse_prefill
 from p2pcache.core.chunking import Chunker, ContentChunker, as_tokens
 from p2pcache.core.keys import ChunkKeys, Namespace
 from p2pcache.core.layout import KVLayout
 from p2pcache.results import FetchedChunk, Lookup, Prefetch, Stored
-from p2pcache.types import ConfigError, Match, Provenance
+from p2pcache.types import ConfigError, Match, Miss, Provenance, Source
+
+
+@dataclass
+class Pull:
+    """A prompt that has been looked up, and what the mesh holds of it on its way here.
+
+    Owns leases from the moment that bytes come, until `close`. Any thread may wait for it or close it.
+    """
+
+    tokens: np.ndarray  # uint32 [n]
+    chunker: Chunker
+    lookup: Lookup
+    started_s: float  # of `time.perf_counter`, before the lookup
+    _prefetch: Prefetch | None = field(default=None, repr=False)  # None: nothing was found
+
+    @property
+    def empty(self) -> bool:
+        """Nothing of the prompt was found, or nothing was asked for."""
+        return self._prefetch is None
+
+    def ended(self, timeout_s: float = 0.0) -> bool:
+        """Whether all that will come has come; waits for it at most so long."""
+        if self._prefetch is None:
+            return True
+        # `Prefetch` itself only waits without end.
+        return not wait([self._prefetch._pull], timeout_s).not_done
+
+    def chunks(self) -> list[FetchedChunk]:
+        """What came of each chunk. Waits until the pull has ended."""
+        return self.misses() if self._prefetch is None else list(self._prefetch.chunks())
+
+    def misses(self, late: Miss | None = None) -> list[FetchedChunk]:
+        """The chunks without any bytes; what was found is missed because of `late`."""
+        return [
+            FetchedChunk(c, None, Source.RECOMPUTE, "", "", late if c.body is not None else c.miss, 0.0)
+            for c in self.lookup.chunks
+        ]
+
+    def layers(self, pieces: dict[int, Piece]) -> LayerSource | None:
+        """The KV of these pieces of it, for a sparse prefill."""
+        return _MeshLayers(self._prefetch, pieces) if pieces and self._prefetch is not None else None
+
+    def close(self) -> None:
+        """Wait for what is under way, then end the leases. Idempotent."""
+        if self._prefetch is not None:
+            self._prefetch.close()
 
 
 @dataclass
@@ -48,7 +99,7 @@ class Prefill:
     sparse: SparsePrefill
     logits: torch.Tensor  # [vocab] behind the last token
     ttft_s: float  # from the call to the first logits
-    _prefetch: Prefetch | None = field(default=None, repr=False)
+    _pull: Pull | None = field(default=None, repr=False)
 
     @property
     def recomputed_tokens(self) -> int:
@@ -61,8 +112,8 @@ class Prefill:
 
     def close(self) -> None:
         """End the leases on fetched chunks. Idempotent."""
-        if self._prefetch is not None:
-            self._prefetch.close()
+        if self._pull is not None:
+            self._pull.close()
 
 
 class _MeshLayers:
@@ -83,14 +134,15 @@ class TransformersEngine:
     def __init__(
         self,
         model: Any,
-        client: Client,
+        client: Client | None,
         *,
         weights: str,
         name: str = "",
         tenant: bytes | None = None,
         head_tokens: int = HEAD_TOKENS,
     ):
-        """weights: fingerprint of the model's weights. tenant: a hashed salt (`hash_salt`).
+        """client: None for an engine without a mesh, which computes everything and stores nothing.
+        weights: fingerprint of the model's weights. tenant: a hashed salt (`hash_salt`).
 
         A model whose keys cannot be moved gets exact reuse only; `content_reuse` says which. Raises
         ConfigError for one whose keys depend on the length of the prompt: they cannot be reused at all.
@@ -102,7 +154,7 @@ class TransformersEngine:
         self.head_tokens = head_tokens
         config = model.config.get_text_config()
         heads = config.num_attention_heads
-        layout = KVLayout(
+        self.layout = KVLayout(
             layers=config.num_hidden_layers,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -116,13 +168,13 @@ class TransformersEngine:
         namespace = Namespace(
             name or getattr(config, "name_or_path", "") or type(model).__name__,
             weights,
-            layout,
+            self.layout,
             rope=self.rope.fingerprint() if self.rope is not None else None,
             tenant=tenant,
             extras=(("config", _fingerprint(config)),),
         )
-        self.cache: Cache = client.open(namespace)
-        self._max_tokens = getattr(config, "max_position_embeddings", None)
+        self.cache: Cache | None = client.open(namespace) if client is not None else None
+        self.context_tokens: int | None = getattr(config, "max_position_embeddings", None)
         self._vocab = config.vocab_size
 
     @property
@@ -144,29 +196,64 @@ class TransformersEngine:
         budget_s: for all pulls together; what is not here by then is computed. spare_tokens: room to
         decode into without growing the cache.
         """
-        started_s = time.perf_counter()
-        run = self._checked(tokens)
-        chunker = chunker or ContentChunker()
-        lookup = self.cache.lookup(run, chunker=chunker, content_reuse=content_reuse and self.content_reuse)
-        prefetch = self.cache.prefetch(lookup, budget_s=budget_s)
+        pull = self.start(tokens, chunker, content_reuse=content_reuse, budget_s=budget_s)
         try:
-            chunks = list(prefetch.chunks())
-            pieces = pieces_of(chunks)
-            source = _MeshLayers(prefetch, pieces) if pieces else None
-            sparse = sparse_prefill(
-                self.model,
-                run,
-                list(pieces.values()),
-                source,
-                self.rope,
-                self.head_tokens,
-                capacity=len(run) + spare_tokens,
-            )
+            return self.complete(pull, spare_tokens=spare_tokens)
         except BaseException:
-            prefetch.close()
+            pull.close()
             raise
-        ttft_s = time.perf_counter() - started_s
-        return Prefill(run, len(run), chunker, lookup, chunks, sparse, sparse.logits_last, ttft_s, prefetch)
+
+    def start(
+        self,
+        tokens: Any,
+        chunker: Chunker | None = None,
+        *,
+        content_reuse: bool = True,
+        budget_s: float = 5.0,
+    ) -> Pull:
+        """Look a prompt up and begin to pull what the mesh has of it. Any thread; runs no model.
+
+        The caller closes the pull, whatever becomes of it. Raises ConfigError for a bad prompt.
+        """
+        started_s = time.perf_counter()
+        run = self.checked(tokens)
+        chunker = chunker or ContentChunker()
+        if self.cache is None:
+            return Pull(run, chunker, Lookup(run, (), 0.0), started_s)
+        lookup = self.cache.lookup(run, chunker=chunker, content_reuse=content_reuse and self.content_reuse)
+        found = any(c.body is not None for c in lookup.chunks)
+        prefetch = self.cache.prefetch(lookup, budget_s=budget_s) if found else None
+        return Pull(run, chunker, lookup, started_s, prefetch)
+
+    def complete(self, pull: Pull, *, wait_s: float | None = None, spare_tokens: int = 256) -> Prefill:
+        """Compute what the pull has not brought.
+
+        wait_s: where the pull has not ended by then, all is computed; None waits until it has. The pull
+        stays open, also where this raises. spare_tokens: room to decode into. `ttft_s` of what returns
+        counts from `start`.
+        """
+        late = wait_s is not None and not pull.ended(wait_s)
+        return self._complete(pull, pull.misses(Miss.DEADLINE) if late else pull.chunks(), spare_tokens)
+
+    def complete_alone(self, pull: Pull, *, spare_tokens: int = 256) -> Prefill:
+        """Compute the whole prompt, because what the pull has brought cannot be read."""
+        return self._complete(pull, pull.misses(Miss.CORRUPT), spare_tokens)
+
+    def _complete(self, pull: Pull, chunks: list[FetchedChunk], spare_tokens: int) -> Prefill:
+        run, pieces = pull.tokens, pieces_of(chunks)
+        sparse = sparse_prefill(
+            self.model,
+            run,
+            list(pieces.values()),
+            pull.layers(pieces),
+            self.rope,
+            self.head_tokens,
+            capacity=len(run) + spare_tokens,
+        )
+        ttft_s = time.perf_counter() - pull.started_s
+        return Prefill(
+            run, len(run), pull.chunker, pull.lookup, chunks, sparse, sparse.logits_last, ttft_s, pull
+        )
 
     def generate(self, prefill: Prefill, tokens_max: int, stop: Iterable[int] = ()) -> list[int]:
         """Greedy decoding behind a prefill. Returns the answer; its KV is in the prefill's cache.
@@ -189,6 +276,8 @@ class TransformersEngine:
         A chunk that was served from the mesh is not new, not even where parts of it were recomputed:
         a moved copy is no source for others.
         """
+        if self.cache is None:
+            return []
         reused = {c.found.keys.exact for c in prefill.chunks if c.kv is not None}
         exact_until = len(prefill.tokens) if prefill.exact else prefill.sparse.exact_tokens
         return [
@@ -200,19 +289,22 @@ class TransformersEngine:
     def store(self, prefill: Prefill) -> Stored:
         """Store the new chunks of a prompt and its answer (see `new_chunks`)."""
         new = self.new_chunks(prefill)
+        if self.cache is None or not new:
+            return Stored(0, 0, Counter())
 
         def write(chunk: ChunkKeys, out: torch.Tensor) -> None:
             extract_kv(prefill.sparse.cache, chunk.start, chunk.stop, out=out)
 
         return self.cache.store([k for k, _ in new], write, provenance=[p for _, p in new])
 
-    def _checked(self, tokens: Any) -> np.ndarray:
+    def checked(self, tokens: Any) -> np.ndarray:
+        """A prompt as uint32 `[n]`. Raises ConfigError for one that the model cannot take."""
         run = as_tokens(tokens)
         if len(run) == 0:
             raise ConfigError("a prompt has at least one token")
-        if self._max_tokens and len(run) > self._max_tokens:
+        if self.context_tokens and len(run) > self.context_tokens:
             raise ConfigError(
-                f"a prompt of {len(run)} tokens is over the model's context of {self._max_tokens}"
+                f"a prompt of {len(run)} tokens is over the model's context of {self.context_tokens}"
             )
         if int(run.max()) >= self._vocab:
             raise ConfigError(f"token {int(run.max())} is outside the model's vocabulary of {self._vocab}")

@@ -19,12 +19,23 @@ import zmq.asyncio
 from p2pcache.core import wire
 from p2pcache.core.membership import Member
 from p2pcache.io.ports import Handler
-from p2pcache.types import ConfigError, DeadlineExceeded, P2PCacheError, RemoteError, VersionMismatch
+from p2pcache.types import (
+    ConfigError,
+    DeadlineExceeded,
+    Fenced,
+    P2PCacheError,
+    RemoteError,
+    VersionMismatch,
+)
 
 _log = logging.getLogger(__name__)
 _QUEUE_MAX = 4096
 _HANDLERS_MAX = 1024
-_ERRORS: dict[str, type[RemoteError]] = {"version": VersionMismatch, "deadline": DeadlineExceeded}
+_ERRORS: dict[str, type[RemoteError]] = {
+    "version": VersionMismatch,
+    "deadline": DeadlineExceeded,
+    "fenced": Fenced,
+}
 
 
 class ZmqControl:
@@ -169,6 +180,8 @@ class ZmqControl:
             answer = self._error(wire.peek_id(raw), op, "version", str(error))
         except DeadlineExceeded as error:
             answer = self._error(id_, op, "deadline", str(error))
+        except Fenced as error:
+            answer = self._error(id_, op, "fenced", str(error))
         except P2PCacheError as error:
             answer = self._error(id_ or wire.peek_id(raw), op, "refused", str(error))
         except asyncio.CancelledError:

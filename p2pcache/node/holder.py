@@ -44,6 +44,8 @@ class TicketOffice:
         self._lock = threading.Lock()
         self._open: dict[bytes, _Open] = {}
         self.leased_bytes = 0
+        self._emptied = asyncio.Event()
+        self._emptied.set()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -54,6 +56,7 @@ class TicketOffice:
         view = self._residency.slab.view(slot.offset, slot.nbytes).toreadonly()
         with self._lock:
             self._open[token] = _Open(slot, view, expires_s)
+        self._emptied.clear()
         self.leased_bytes += slot.nbytes
         return token
 
@@ -86,6 +89,17 @@ class TicketOffice:
                 del self._open[token]
             self.leased_bytes -= ticket.slot.nbytes
             self._residency.tier.release(ticket.slot)
+        if not self._open:
+            self._emptied.set()
+
+    async def empty(self, budget_s: float) -> bool:
+        """Wait until no ticket is open. False where one still was at the end."""
+        try:
+            async with asyncio.timeout(budget_s):
+                await self._emptied.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def sweep(self) -> int:
         """Close what has run out. Returns how many."""

@@ -20,6 +20,8 @@ from p2pcache.core.planner import Choice, Costs, plan_chunk
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Control, NvmeTier, Slab, Transport
 from p2pcache.node.counters import Counters
+from p2pcache.node.drain import hand_over
+from p2pcache.node.fence import Fence
 from p2pcache.node.holder import Holder as PeerDesk
 from p2pcache.node.owners import Owners, Sightings
 from p2pcache.node.publisher import Publisher
@@ -27,7 +29,8 @@ from p2pcache.node.puller import Puller
 from p2pcache.node.residency import Residency
 from p2pcache.node.session import Session
 from p2pcache.node.shard import Shard
-from p2pcache.node.wireform import found_to_wire
+from p2pcache.node.sight import Sight
+from p2pcache.node.wireform import body_from_wire, found_to_wire
 from p2pcache.types import (
     BodyInfo,
     ContentKey,
@@ -101,6 +104,7 @@ class Node:
         self.view = View()
         self._loop = asyncio.get_running_loop()
         clock = self._loop.time
+        self.sight = Sight(clock)
         me = Holder(name, incarnation, Tier.HOST)
         self.residency = Residency(config, me, ports.slab, ports.nvme, self.counters, clock)
         self.shard = Shard(name, config, clock)
@@ -114,6 +118,11 @@ class Node:
         )
         self.desk = PeerDesk(config, self.residency, self.counters)
         self.owners = Owners(ports.control, self.shard, self.counters)
+        self.fence = Fence(config.contact_lost_s, clock)
+        self.publisher.on_fenced = self.fence.told_off
+        self.publisher.cut_off = lambda: self.fence.cut_off
+        self.absent: dict[str, str] = {}  # hosts without a node in the mesh, and why
+        self.draining = False
         self.sessions: set[Session] = set()
         self.descriptors: dict[bytes, None] = {}  # namespaces known in the mesh, oldest first
         self._housekeeper: asyncio.Task | None = None
@@ -131,6 +140,11 @@ class Node:
         await self.residency.close()
         await self.publisher.close()
 
+    def contact(self) -> None:
+        """The supervisor spoke to this node, so it is a member."""
+        self.fence.contact()
+        self.publisher.look_again()
+
     def apply_view(self, view: View) -> None:
         """The mesh has changed. A View without this very incarnation is not ours to follow (law 6)."""
         if view.view_id == self.view.view_id:
@@ -140,6 +154,7 @@ class Node:
             return
         self.view = view
         self.puller.view = self.owners.view = view
+        self.fence.on_view(view)
         self.shard.on_view(view)
         self.publisher.on_view(view)
 
@@ -159,6 +174,7 @@ class Node:
         where this node has the exact body. deadline_s: on the loop's clock; owners that have not
         answered by then count as misses with that reason.
         """
+        started_s = self._loop.time()
         self.counters["lookups"] += 1
         self.counters["chunks"] += len(chunks)
         # 1. Our own tiers. A body that is here whole and exact needs no directory.
@@ -186,6 +202,7 @@ class Node:
             )
             self._count_choice(choice)
             answers.append(Answer(choice, found))
+        self.sight.looked_up([a.choice for a in answers], self._loop.time() - started_s)
         return answers
 
     def _count_choice(self, choice: Choice) -> None:
@@ -200,7 +217,10 @@ class Node:
         self, session: Session, wants: Sequence[tuple[BodyInfo, tuple[Holder, ...]]], deadline_s: float
     ) -> list[Grant]:
         """Have bodies in this node's slab, leased to the engine. Never raises for a fault."""
-        return list(await asyncio.gather(*(self._fetch_one(session, b, h, deadline_s) for b, h in wants)))
+        started_s = self._loop.time()
+        grants = await asyncio.gather(*(self._fetch_one(session, b, h, deadline_s) for b, h in wants))
+        self.sight.fetched([body for body, _ in wants], grants, self._loop.time() - started_s)
+        return list(grants)
 
     async def _fetch_one(
         self, session: Session, body: BodyInfo, holders: tuple[Holder, ...], deadline_s: float
@@ -273,6 +293,7 @@ class Node:
             else:
                 session.write(slot)
                 out.append(slot)
+        self.sight.reserved(out)
         return out
 
     def commit(self, session: Session, generation: int, checksums: tuple[int, ...], meta: bytes) -> bool:
@@ -311,6 +332,7 @@ class Node:
         self, op: str, body: Mapping[str, Any], sender: str, incarnation: int
     ) -> Mapping[str, Any]:
         """Answer one control message. `wire.decode` has checked its shape."""
+        self.fence.check(sender, incarnation)
         if op == "directory.lookup":
             lists, unknown = self.shard.lookup(body["contents"])
             return {"found": [[found_to_wire(f) for f in found] for found in lists], "unknown": unknown}
@@ -328,9 +350,28 @@ class Node:
         if op == "hello":
             self.on_hello(Member.from_wire(body["member"]))
             return {"member": self.member().to_wire()}
+        if op == "adopt":
+            bodies = [body_from_wire(b) for b in body["bodies"]]
+            deadline_s = self._loop.time() + max(body["deadline_s"], 0.0)
+            return {"adopted": await self.puller.adopt(bodies, sender, incarnation, deadline_s)}
         if op == "status":
             return self.status()
         raise RemoteError(f"nodes do not answer {op!r} to each other")
+
+    # -- leaving ---------------------------------------------------------------------------------
+
+    async def drain(self, budget_s: float) -> dict[str, int]:
+        """Hand the hottest bodies to peers before this node leaves. It goes on answering everybody.
+
+        Returns counts: `bodies` and `bytes` that peers took over, `left` behind for want of time or room.
+        """
+        self.draining = True
+        bodies = [slot.body for slot in reversed(list(self.residency.tier.resident()))]
+        return await hand_over(bodies, self.name, self.view, self.ports.control, self._loop.time() + budget_s)
+
+    async def quiet(self, budget_s: float) -> bool:
+        """Wait until no peer reads from this node. False where one still did at the end."""
+        return await self.desk.office.empty(budget_s)
 
     # -- namespaces ------------------------------------------------------------------------------
 
@@ -364,7 +405,10 @@ class Node:
             "name": self.name,
             "incarnation": self.incarnation,
             "view_id": self.view.view_id.hex(),
+            "host_address": self.config.host,
             "members": sorted(self.view.members),
+            "cut_off": self.fence.cut_off,
+            "draining": self.draining,
             "host": {"bytes": tier.taken_bytes, "bytes_max": tier.capacity_bytes, "bodies": len(tier)},
             "nvme": nvme.status() if nvme is not None else None,
             "directory_keys": len(self.shard.directory),
@@ -374,6 +418,9 @@ class Node:
             "sessions": len(self.sessions),
             "pulls_under_way": len(self.puller.flights),
             "counters": self.counters.snapshot(),
+            "ring": self.sight.ring(self.name, self.view),
+            "tier_bytes": self.residency.tier_bytes(),
+            "sight": self.sight.plain(),
         }
 
     async def mesh_status(self, deadline_s: float) -> list[dict[str, Any]]:
@@ -391,6 +438,7 @@ class Node:
                 raise reply
             else:
                 out.append(dict(reply))
+        out += [{"name": name, "error": why} for name, why in self.absent.items()]
         return sorted(out, key=lambda s: s["name"])
 
     async def _keep_house(self) -> None:

@@ -18,7 +18,7 @@ from p2pcache.io.ports import Control
 from p2pcache.node.counters import Counters
 from p2pcache.node.shard import Shard
 from p2pcache.node.wireform import body_to_wire
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, RemoteError, Tier
+from p2pcache.types import BodyInfo, ContentKey, ExactKey, Fenced, RemoteError, Tier
 
 _log = logging.getLogger(__name__)
 BATCH_MAX = 2048
@@ -54,6 +54,9 @@ class Publisher:
         self._wake = asyncio.Event()
         self._sent = 0  # rounds that have ended
         self._sending = False  # a round is under way
+        self._silent = False  # what was queued has been dropped since the owners last heard all
+        self.cut_off: Callable[[], bool] = lambda: False
+        self.on_fenced: Callable[[], None] = lambda: None
         self._round_ended = asyncio.Condition()
         self._task: asyncio.Task | None = None
 
@@ -97,6 +100,15 @@ class Publisher:
                 del queue[owner]
         self._wake.set()
 
+    def look_again(self) -> None:
+        """This node may speak again, perhaps: if so, publish all it holds, since nobody heard the rest."""
+        if self._silent and not self.cut_off():
+            self._silent = False
+            for body, tier in self._holdings():
+                self.held(body, tier)
+            self._resync = set(self._view.members)
+            self._wake.set()
+
     @property
     def lost(self) -> int:
         """Batches to owners that were lost so far."""
@@ -123,6 +135,10 @@ class Publisher:
                     self.held(body, tier)
             held, gone, resync = self._held, self._gone, self._resync
             self._held, self._gone, self._resync = {}, {}, set()
+            if self._silent or self.cut_off():
+                self._silent = True
+                self._counters["unpublished"] += bool(held or gone)
+                held, gone, resync = {}, {}, set()
             owners = held.keys() | gone.keys() | resync
             self._sending = True
             await asyncio.gather(
@@ -152,6 +168,9 @@ class Publisher:
                 bodies = [[body_to_wire(body), int(tier), seq] for body, tier, seq in batch]
                 mark = view.view_id if last else None
                 await self._send(owner, "directory.publish", {"bodies": bodies, "resync": mark})
+        except Fenced:
+            self._counters["unpublished"] += 1
+            self.on_fenced()
         except RemoteError:
             self._counters["unpublished"] += 1
         except Exception:  # without this loop nothing would be published any more

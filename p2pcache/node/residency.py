@@ -78,6 +78,19 @@ class Residency:
                 if record.body.exact not in seen:
                     yield record.body, Tier.NVME
 
+    def tier_bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes taken and bytes there are, and whole bodies, by tier. For people."""
+        host = self.tier
+        tiers = {"host": {"used": host.taken_bytes, "capacity": host.capacity_bytes, "bodies": len(host)}}
+        if self._nvme is not None:
+            log = self._nvme.status()
+            tiers["nvme"] = {
+                "used": log["used_bytes"],
+                "capacity": log["capacity_bytes"],
+                "bodies": log["records"],
+            }
+        return tiers
+
     def _here(self, exact: ExactKey) -> Holder:
         return Holder(self._me.node, self._me.incarnation, self.where(exact) or Tier.HOST)
 

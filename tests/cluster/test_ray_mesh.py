@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def mesh(cluster: Any, tmp_path: Any):
-    from p2pcache.actor import Mesh
+    from p2pcache.mesh import Mesh
 
     mesh = Mesh.ensure({"host_bytes_max": 64 * MIB, "runtime_dir": str(tmp_path / "run")})
     try:
@@ -100,14 +100,14 @@ def test_a_body_stored_on_one_node_is_pulled_by_another(mesh: Any):
 
 
 def test_every_node_has_exactly_one_actor_and_a_second_start_finds_the_mesh(mesh: Any):
-    from p2pcache.actor import Mesh
+    from p2pcache.mesh import Mesh
 
     again = Mesh.ensure({"host_bytes_max": 64 * MIB})
     assert {m.incarnation for m in again.wait_for(3)} == {m.incarnation for m in mesh.wait_for(3)}
 
 
 def test_other_settings_for_a_mesh_that_runs_are_refused(mesh: Any):
-    from p2pcache.actor import Mesh
+    from p2pcache.mesh import Mesh
 
     with pytest.raises(ConfigError, match="already runs with other settings"):
         Mesh.ensure({"host_bytes_max": 32 * MIB})
@@ -148,15 +148,73 @@ def test_a_node_that_joins_becomes_a_member_and_one_that_leaves_is_forgotten(mes
     assert on_node("c", fetch, 4, 256)["came"] == 4
 
 
+def test_a_drained_node_leaves_what_it_held_behind_and_can_come_back(mesh: Any):
+    on_node("b", store, 7, 1024)
+    handed = mesh.drain("b", budget_s=20)
+    assert handed["bodies"] == 16 and handed["left"] == 0
+    state = eventually(lambda: (s := mesh.status())["agreed"] and s)
+    assert {m["name"] for m in state["members"]} == {"a", "c"} and state["errors"] == {"b": "drained"}
+    answer = on_node("c", fetch, 7, 1024)
+    assert answer["came"] == 16 and answer["equal"]
+    with pytest.raises(NodeDown, match="drained"):
+        on_node("b", fetch, 7, 1024)
+    assert {"name": "b", "error": "drained"} in mesh.node_statuses()
+    with pytest.raises(NodeDown, match="b is not in the mesh: drained"):
+        mesh.drain("b")
+    with pytest.raises(ConfigError, match="no node is called 'x'; the hosts' nodes are: a, b, c"):
+        mesh.drain("x")
+    mesh.revive("b")
+    assert {m.name for m in mesh.wait_for(3)} == set(NODES)
+    assert on_node("b", fetch, 7, 1024)["equal"]
+
+
+def test_a_supervisor_that_died_goes_on_with_the_nodes_it_finds(mesh: Any):
+    import ray
+
+    from p2pcache.actor import RAY_NAMESPACE
+    from p2pcache.supervisor import SUPERVISOR
+
+    before = {m.name: m.incarnation for m in mesh.wait_for(3)}
+    mesh.drain("b", budget_s=5)
+    on_node("a", store, 8, 256)
+    ray.kill(ray.get_actor(SUPERVISOR, namespace=RAY_NAMESPACE), no_restart=False)
+    state = eventually(lambda: (s := state_of(mesh)) and s["agreed"] and s)
+    assert {m["name"]: m["incarnation"] for m in state["members"]} == {n: before[n] for n in ("a", "c")}
+    assert state["errors"] == {"b": "drained"}, "what had left on purpose stays out"
+    assert on_node("c", fetch, 8, 256)["equal"]
+
+
+def state_of(mesh: Any) -> Any:
+    """The supervisor's view of it; None while it starts again."""
+    from ray.exceptions import RayError
+
+    try:
+        return mesh.status()
+    except (RayError, NodeDown):
+        return None
+
+
+def test_two_nodes_of_one_name_are_not_mixed_up(mesh: Any, cluster: Any):
+    node = add_node(cluster, "a")
+    try:
+        state = eventually(lambda: (s := mesh.status())["errors"] and s)
+        assert {m["name"] for m in state["members"]} == set(NODES)
+        (named, why), *_ = state["errors"].items()
+        assert named.startswith("a (") and "another host's node has the name 'a'" in why
+    finally:
+        cluster.remove_node(node, allow_graceful=True)
+    eventually(lambda: not mesh.status()["errors"])
+
+
 def test_a_misspelt_setting_fails_where_it_is_given(cluster: Any):
-    from p2pcache.actor import Mesh
+    from p2pcache.mesh import Mesh
 
     with pytest.raises(ConfigError, match="host_bytes_max"):
         Mesh.ensure({"host_byte_max": 1})
 
 
 def test_a_node_that_cannot_start_is_named_with_its_reason(cluster: Any, tmp_path: Any):
-    from p2pcache.actor import Mesh
+    from p2pcache.mesh import Mesh
 
     own = {"b": {"host_bytes_max": 1 << 50}}
     mesh = Mesh.ensure({"host_bytes_max": 16 * MIB, "runtime_dir": str(tmp_path)}, by_node=own)

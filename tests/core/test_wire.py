@@ -66,6 +66,7 @@ SAMPLES = {
         record(bodies=lists(key), transport=text, deadline_s=seconds),
         record(tickets=lists(ticket | no_ticket)),
     ),
+    "adopt": (record(bodies=lists(body), deadline_s=seconds), record(adopted=lists(key))),
     "pull.close": (record(tokens=lists(token)), nothing),
     "namespaces": (descriptors, descriptors),
     "status": (nothing, anything),

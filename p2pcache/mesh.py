@@ -1,0 +1,126 @@
+"""A mesh on Ray as the process that started or joined it sees it: start, find, wait, drain, stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from p2pcache.actor import RAY_NAMESPACE
+from p2pcache.config import NodeConfig
+from p2pcache.core.membership import Member
+from p2pcache.io.members_ray import head_node_id
+from p2pcache.supervisor import POLL_S, SUPERVISOR, Supervisor
+from p2pcache.types import ConfigError, NodeDown, P2PCacheError
+
+_ANSWER_S = 60.0
+
+
+class Mesh:
+    """The mesh of one Ray cluster. Needs `ray.init` before."""
+
+    def __init__(self, supervisor: Any):
+        self._supervisor = supervisor
+
+    @staticmethod
+    def ensure(
+        settings: Mapping[str, Any] | None = None,
+        *,
+        by_node: Mapping[str, Mapping[str, Any]] | None = None,
+        labelled_only: bool = True,
+    ) -> Mesh:
+        """Start the mesh of this Ray cluster, or find the one that runs. Raises ConfigError.
+
+        labelled_only: only nodes started with `--labels=p2pcache=1` become members.
+        """
+        settings = dict(settings or {})
+        for own in ({}, *(by_node or {}).values()):  # a misspelt setting fails here, in front of the user
+            NodeConfig.of({k: v for k, v in {**settings, **own}.items() if (k, v) != ("host", "node-ip")})
+        with suppress(NodeDown):
+            return Mesh.find()._with(settings)
+        head = head_node_id()
+        supervisor = Supervisor.options(  # type: ignore[attr-defined]
+            name=SUPERVISOR,
+            namespace=RAY_NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            # A worker that dies must not take the supervisor along; soft, so that it starts all the same.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True) if head else None,
+        ).remote(settings, by_node or {}, labelled_only)
+        return Mesh(supervisor)
+
+    def _with(self, settings: Mapping[str, Any]) -> Mesh:
+        """This running mesh, provided that it runs with these settings."""
+        running = self._ask("settings")
+        other = {k: running.get(k, "the default") for k, v in settings.items() if running.get(k) != v}
+        if other:
+            words = ", ".join(f"{name}: {value}" for name, value in other.items())
+            raise ConfigError(
+                f"the mesh already runs with other settings ({words}); `p2pcache stop` it first"
+            )
+        return self
+
+    @staticmethod
+    def find() -> Mesh:
+        """The mesh of this Ray cluster. Raises NodeDown where none was started."""
+        try:
+            return Mesh(ray.get_actor(SUPERVISOR, namespace=RAY_NAMESPACE))
+        except ValueError:
+            raise NodeDown("no mesh runs in this Ray cluster: start it with `p2pcache start`") from None
+
+    def wait_for(self, nodes: int, timeout_s: float = _ANSWER_S) -> list[Member]:
+        """Wait until so many nodes are members and all of them agree on it. Raises NodeDown."""
+        until_s = time.monotonic() + timeout_s
+        state: dict[str, Any] = {"members": [], "errors": {}, "hopeless": []}
+        while time.monotonic() < until_s:
+            try:
+                state = ray.get(self._supervisor.members.remote(), timeout=timeout_s)
+            except GetTimeoutError:
+                break
+            if len(state["members"]) >= nodes and state["agreed"]:
+                return [Member.from_wire(m) for m in state["members"]]
+            if state["hopeless"] and len(state["members"]) + len(state["hopeless"]) >= nodes:
+                break
+            time.sleep(POLL_S / 2)  # the supervisor itself polls; there is no event to wait for
+        why = "; ".join(f"{n}: {e}" for n, e in state["errors"].items()) or "no error was reported"
+        raise NodeDown(f"{len(state['members'])} of {nodes} nodes are up ({why})")
+
+    def status(self) -> dict[str, Any]:
+        """Members and errors, as the supervisor sees them."""
+        return self._ask("members")
+
+    def node_statuses(self) -> list[dict[str, Any]]:
+        """What every node says of itself; of one that does not answer, its name and why."""
+        return self._ask("statuses")
+
+    def drain(self, name: str, budget_s: float = 30.0) -> dict[str, int]:
+        """Have a node hand its hottest bodies to its peers and leave the mesh.
+
+        Returns how many `bodies` and `bytes` went over and how many were `left`. Engines on its host
+        compute everything themselves from then on. Raises ConfigError, NodeDown.
+        """
+        return self._ask("drain", name, budget_s, timeout_s=budget_s + _ANSWER_S)
+
+    def revive(self, name: str) -> None:
+        """Bring a drained node back. Raises ConfigError, NodeDown."""
+        self._ask("revive", name)
+
+    def stop(self) -> None:
+        """Stop all nodes and the supervisor."""
+        self._ask("stop")
+        ray.kill(self._supervisor)
+
+    def _ask(self, what: str, *arguments: Any, timeout_s: float = _ANSWER_S) -> Any:
+        try:
+            return ray.get(getattr(self._supervisor, what).remote(*arguments), timeout=timeout_s)
+        except RayTaskError as error:
+            if isinstance(error.cause, P2PCacheError):
+                raise error.cause from None
+            raise
+        except GetTimeoutError:
+            raise NodeDown(f"the supervisor did not answer within {timeout_s:.0f} s") from None

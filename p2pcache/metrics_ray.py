@@ -1,0 +1,65 @@
+"""A node's metrics on Ray's own metrics endpoint, from within its actor's process.
+
+Ray puts `ray_` in front of every name and adds labels of its own (`WorkerId`, `NodeAddress`, ...).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ray.util.metrics import Counter, Gauge
+
+from p2pcache.metrics import Sample, samples
+
+_log = logging.getLogger(__name__)
+EXPORT_S = 2.0
+
+
+class RayExporter:
+    """Turns one node's statuses into Ray's counters and gauges. One a process: names are global there."""
+
+    def __init__(self) -> None:
+        self._series: dict[str, Counter | Gauge] = {}
+        self._incarnation: Any = None
+        self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+
+    def update(self, status: Mapping[str, Any]) -> None:
+        """Export what has changed since the last status. Counts of a new incarnation begin at zero."""
+        if status.get("incarnation") != self._incarnation and "error" not in status:
+            self._incarnation = status.get("incarnation")
+            self._counted.clear()
+        for sample in samples(status):
+            tags = dict(sample.labels)
+            series = self._of(sample)
+            if isinstance(series, Gauge):
+                series.set(sample.value, tags=tags)
+                continue
+            before = self._counted.get((sample.name, sample.labels), 0.0)
+            # A count that fell has started anew, whatever the incarnation says.
+            more = sample.value - before if sample.value >= before else sample.value
+            self._counted[sample.name, sample.labels] = sample.value
+            if more > 0:
+                series.inc(more, tags=tags)
+
+    def run(
+        self, read: Callable[[], Mapping[str, Any]], stopping: threading.Event, every_s: float = EXPORT_S
+    ) -> None:
+        """`update` with what `read` returns, every so often, until `stopping` is set. For a thread."""
+        while not stopping.wait(every_s):
+            try:
+                self.update(read())
+            except Exception as error:  # a node that is closing, or a fault of ours: metrics can wait
+                _log.debug("metrics were not exported this time: %r", error)
+
+    def _of(self, sample: Sample) -> Counter | Gauge:
+        """The Ray metric of a sample. A histogram's series are gauges: Ray would rename counters."""
+        series = self._series.get(sample.name)
+        if series is None:
+            metric = sample.metric
+            kind = Counter if metric.kind == "counter" else Gauge
+            keys = ("node", *metric.labels, *(["le"] if sample.suffix == "_bucket" else []))
+            series = self._series[sample.name] = kind(sample.name, metric.help, tag_keys=keys)
+        return series
