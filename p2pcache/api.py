@@ -64,25 +64,29 @@ _DTYPES |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5
 class Client:
     """A connection to this host's node. Reconnects by itself when the node has been restarted."""
 
-    def __init__(self, path: str, timeout_s: float, find: Callable[[], str] | None = None):
-        """find: where the node is once the connection has broken; default: on the same path."""
-        self.socket_path = path
+    def __init__(self, path: str | None, timeout_s: float, find: Callable[[], str] | None = None):
+        """path: None for a node that is not there yet. find: where the node is once the connection has
+        broken; default: on the same path.
+        """
+        if path is None and find is None:
+            raise ConfigError("a client needs a path, or a way to find one")
+        self.socket_path = path or ""
         self.budget_s = timeout_s
-        self._find = find or (lambda: path)
+        self._find = find or (lambda: self.socket_path)
         self._lock = threading.Lock()
-        self._link = Link(path, timeout_s)
+        self._link = Link(path, timeout_s) if path is not None else None
         self._reconnecting = self._closed = False
         self._retry_at_s = 0.0
 
     @property
     def node(self) -> str:
-        """The name of the node behind this connection."""
-        return self._link.member.name
+        """The name of the node behind this connection; empty where there has been none yet."""
+        return self._link.member.name if self._link is not None else ""
 
     def link(self) -> Link:
         """The live link. Raises NodeDown at once where there is none; another is then looked for."""
         with self._lock:
-            if not self._link.broken:
+            if self._link is not None and not self._link.broken:
                 return self._link
             if self._closed:
                 raise NodeDown("this client has been closed")
@@ -120,7 +124,9 @@ class Client:
         """End the connection and with it every lease. Fetched tensors must not be used any more."""
         with self._lock:
             self._closed = True
-        self._link.close()
+            link = self._link
+        if link is not None:
+            link.close()
 
     def __enter__(self) -> Client:
         return self
@@ -147,13 +153,23 @@ class Client:
             link.close()
 
 
-def connect(socket: str | None = None, *, timeout_s: float = 5.0) -> Client:
+def connect(socket: str | None = None, *, timeout_s: float = 5.0, required: bool = True) -> Client:
     """Connect to the node on this host.
 
     socket: path of its engine socket; else `P2PCACHE_SOCKET`, else the node actor of this Ray node,
-    else the only socket in the runtime folder. Raises NodeDown where there is none.
+    else the only socket in the runtime folder. Raises NodeDown where there is none; with
+    `required=False` the client then looks for one whenever it is used, and all is a miss until then.
     """
-    return Client(find_socket(socket), timeout_s, lambda: find_socket(socket))
+
+    def find() -> str:
+        return find_socket(socket)
+
+    try:
+        return Client(find(), timeout_s, find)
+    except NodeDown:
+        if required:
+            raise
+        return Client(None, timeout_s, find)
 
 
 class Cache:

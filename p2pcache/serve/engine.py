@@ -13,6 +13,16 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from p2pcache.core.chunking import Chunker, FixedChunker, SegmentChunker
+
+CHUNK_TOKENS = 128
+"""Half of the usual: what a turn adds is short, and an unfinished chunk is computed again."""
+
+
+def chunker_of(boundaries: Sequence[int]) -> Chunker:
+    """How a server cuts prompts; whoever looks them up must cut alike."""
+    return SegmentChunker(boundaries, CHUNK_TOKENS) if boundaries else FixedChunker(CHUNK_TOKENS)
+
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

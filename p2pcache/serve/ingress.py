@@ -1,0 +1,207 @@
+"""The OpenAI-compatible front: checks, encodes, routes, streams. It holds no model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
+from ray import serve
+
+import p2pcache
+from p2pcache.serve import openai
+from p2pcache.serve.config import ServeConfig
+from p2pcache.serve.engine import Generation
+from p2pcache.serve.generate import Answer, Locator, Refused, Unavailable, generate
+from p2pcache.serve.models import load_tokenizer
+from p2pcache.serve.openai import Asked, BadRequest
+from p2pcache.serve.prompt import Detokenizer, Prompt, Prompts, StopText
+from p2pcache.types import ConfigError
+
+_log = logging.getLogger(__name__)
+app = FastAPI(title="p2pcache", openapi_url=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """What a replica says of its model."""
+
+    context_tokens: int
+    vocabulary: int
+    stop: frozenset[int]
+    locator: Locator | None
+
+
+@serve.ingress(app)
+class Ingress:
+    """`/v1/completions`, `/v1/chat/completions`, `/v1/models`."""
+
+    def __init__(self, config: ServeConfig, replicas: Any):
+        self._config = config
+        self._replicas = replicas.options(stream=True)
+        self._describe = replicas.describe
+        self._tokenizer = load_tokenizer(config)
+        self._prompts = Prompts(self._tokenizer)
+        self._client = p2pcache.connect(required=False) if config.cache else None
+        self._learning = asyncio.Lock()
+        self._model: _Model | None = None
+
+    @app.get("/v1/models")
+    async def models(self) -> Any:
+        model = {"id": self._config.model_name, "object": "model", "created": 0, "owned_by": "p2pcache"}
+        return {"object": "list", "data": [model]}
+
+    @app.post("/v1/completions")
+    async def completions(self, request: Request) -> Any:
+        return await self._answered(request, chat=False)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(self, request: Request) -> Any:
+        return await self._answered(request, chat=True)
+
+    async def _answered(self, request: Request, *, chat: bool) -> Any:
+        try:
+            asked = openai.read(await _json(request), chat=chat)
+            if asked.model != self._config.model_name:
+                raise BadRequest(
+                    f"this server serves {self._config.model_name!r}, not {asked.model!r}",
+                    param="model",
+                    code="model_not_found",
+                    status=404,
+                )
+            run = _Run(self, asked, await self._generation(asked))
+            # The first piece comes before the headers go: what fails until then has a status of its own.
+            return await run.response()
+        except BadRequest as error:
+            return JSONResponse(error.body, error.status)
+        except Refused as error:
+            return JSONResponse(BadRequest(str(error)).body, 400)
+        except Unavailable as error:
+            status = 429 if error.busy else 503
+            return JSONResponse(BadRequest(str(error), status=503).body, status, {"Retry-After": "1"})
+
+    async def _generation(self, asked: Asked) -> Generation:
+        model = await self._known()
+        try:
+            prompt = await asyncio.to_thread(self._prompt, asked)
+        except ConfigError as error:
+            raise BadRequest(str(error), param="messages" if asked.chat else "prompt") from None
+        count = len(prompt.tokens)
+        if int(prompt.tokens.max()) >= model.vocabulary:
+            raise BadRequest(f"a token id is outside the vocabulary of {model.vocabulary}", param="prompt")
+        room = model.context_tokens - count
+        wanted = asked.answer_tokens or max(min(self._config.answer_tokens, room), 1)
+        if wanted > room:
+            raise BadRequest(
+                f"a prompt of {count} tokens and an answer of up to {wanted} are over the model's context of"
+                f" {model.context_tokens}",
+                code="context_length_exceeded",
+            )
+        return Generation(prompt.tokens, wanted, prompt.boundaries, asked.sampling, model.stop)
+
+    def _prompt(self, asked: Asked) -> Prompt:
+        return self._prompts.chat(asked.prompt) if asked.chat else self._prompts.completion(asked.prompt)
+
+    async def _known(self) -> _Model:
+        """What a replica says of the model; asked once, of the first that is up."""
+        async with self._learning:
+            if self._model is None:
+                said = await self._describe.remote()
+                locator = None
+                if self._client is not None and self._config.routing == "locality":
+                    # Announcing a namespace is a round trip, so not on this loop.
+                    cache = await asyncio.to_thread(self._client.open, said["namespace"])
+                    locator = Locator(cache, self._config)
+                self._model = _Model(
+                    said["context_tokens"], said["vocabulary"], frozenset(said["stop"]), locator
+                )
+            return self._model
+
+    async def check_health(self) -> None:
+        """Nothing here can be stuck that Serve would not see."""
+
+
+class _Run:
+    """One request on its way."""
+
+    def __init__(self, ingress: Ingress, asked: Asked, request: Generation):
+        self._ingress = ingress
+        self._asked = asked
+        self._request = request
+        self._answer = Answer()
+        self._writer = openai.Writer(asked)
+        self._started_s = time.monotonic()
+
+    async def response(self) -> Any:
+        pieces = self._pieces()
+        try:
+            first = await anext(pieces)
+        except StopAsyncIteration:
+            first = ""
+        except BaseException:
+            await pieces.aclose()
+            raise
+        if self._asked.stream:
+            return StreamingResponse(self._events(first, pieces), media_type="text/event-stream")
+        text = first + "".join([piece async for piece in pieces])
+        return JSONResponse(self._writer.whole(text, self._answer.finish, self._usage()))
+
+    async def _pieces(self) -> AsyncIterator[str]:
+        """Text as it may be shown. The first one comes with the first token, even where it is empty."""
+        route = (
+            await self._ingress._model.locator.route(self._request) if self._ingress._model.locator else None
+        )
+        detokenizer, stop = Detokenizer(self._ingress._tokenizer), StopText(self._asked.stops)
+        tokens = generate(self._ingress._replicas, self._request, route, self._ingress._config, self._answer)
+        try:
+            first = True
+            async for ids in tokens:
+                text = stop.add("".join(detokenizer.add(token) for token in ids))
+                if text or first:
+                    first = False
+                    yield text
+                if stop.found:
+                    self._answer.finish = "stop"
+                    return
+            yield stop.add(detokenizer.rest()) + stop.rest()
+            if stop.found:
+                self._answer.finish = "stop"
+        finally:
+            await tokens.aclose()
+
+    async def _events(self, first: str, pieces: AsyncIterator[str]) -> AsyncIterator[bytes]:
+        try:
+            yield self._writer.start()
+            if first:
+                yield self._writer.piece(first)
+            async for piece in pieces:
+                if piece:
+                    yield self._writer.piece(piece)
+            yield self._writer.end(self._answer.finish, self._usage())
+        except (Refused, Unavailable) as error:  # the headers have gone: it can only be said in the stream
+            yield self._writer.failed(str(error))
+        finally:
+            await pieces.aclose()
+
+    def _usage(self) -> dict[str, Any]:
+        answer = self._answer
+        usage = openai.usage(len(self._request.tokens), len(answer.tokens), answer.cached)
+        return usage | {
+            "p2pcache": {
+                "replica": answer.replica,
+                "attempts": answer.attempts,
+                "queue_s": round(answer.queue_s, 6),
+            }
+        }
+
+
+async def _json(request: Request) -> Any:
+    try:
+        return await request.json()
+    except ValueError:
+        raise BadRequest("the body is not JSON") from None

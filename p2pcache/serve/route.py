@@ -1,0 +1,112 @@
+"""Which replica a prompt goes to: pure policy, without Ray.
+
+All is weighed in one unit, prompt tokens of prefill. A replica's *work* for a prompt is what it would
+have to compute, plus a small share of what it would have to pull; its *wait* is the work of what it was
+given and has not ended. The least of work and wait wins; among replicas that come close to it, the
+choice falls by rendezvous hashing of the first chunk that nobody holds, so that cold prompts spread
+over the replicas and the same cold prompt goes to the same one twice. (Not the prompt's first chunk: a
+system prompt that all prompts share would send all of them to one replica.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from blake3 import blake3
+
+PULL_SHARE = 0.05
+"""Cost of a token that a peer holds, over one that must be computed. On fast networks it is less; what
+matters is that moving costs something and computing costs more."""
+DECODE_SHARE = 1.0
+"""Cost of one answer token, over one token of prefill: short answers weigh little beside long prompts."""
+NEAR_SHARE = 0.1
+"""Replicas whose cost is within this share of the prompt from the least are as good as the least."""
+
+
+@dataclass
+class Route:
+    """What the ingress knows of one prompt, for the router. Travels as a keyword argument.
+
+    tokens: of the prompt. answer_tokens: at most. held: Ray node id -> prompt tokens whose KV lies there;
+    None where the directory did not answer within its budget. anywhere: tokens held by anybody. key: the
+    first chunk that nobody holds. avoid: replicas that have just failed with this request. chosen: set
+    by the router.
+    """
+
+    tokens: int
+    answer_tokens: int = 0
+    held: Mapping[str, int] | None = None
+    anywhere: int = 0
+    key: bytes = b""
+    avoid: frozenset[str] = frozenset()
+    chosen: str = ""
+
+    def work(self, node_id: str) -> float:
+        """Prefill tokens that this prompt costs on a node."""
+        if self.held is None:
+            return float(self.tokens)
+        here = min(self.held.get(node_id, 0), self.tokens)
+        elsewhere = max(min(self.anywhere, self.tokens) - here, 0)
+        return self.tokens - here - elsewhere + PULL_SHARE * elsewhere
+
+
+@dataclass
+class Backlog:
+    """Work given to replicas and not ended, as this router has seen it."""
+
+    _given: dict[str, dict[str, float]] = field(default_factory=dict)  # replica -> request -> work
+
+    def give(self, replica: str, request: str, work: float) -> None:
+        self._given.setdefault(replica, {})[request] = work
+
+    def ended(self, replica: str, request: str) -> None:
+        """Idempotent."""
+        work = self._given.get(replica)
+        if work is not None:
+            work.pop(request, None)
+            if not work:
+                del self._given[replica]
+
+    def keep(self, replicas: Iterable[str]) -> None:
+        """Forget replicas that have gone."""
+        alive = set(replicas)
+        for gone in [r for r in self._given if r not in alive]:
+            del self._given[gone]
+
+    def wait(self, replica: str) -> float:
+        return sum(self._given.get(replica, {}).values())
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica that may be chosen."""
+
+    replica: str
+    node_id: str
+    wait: float
+
+
+def rank(route: Route | None, candidates: Sequence[Candidate], rng: Random) -> list[list[str]]:
+    """Replicas to try, in ranks; of one rank the caller takes the least busy.
+
+    Without knowledge of the prompt: two at random (power of two choices), then all others.
+    """
+    usable = [c for c in candidates if route is None or c.replica not in route.avoid] or list(candidates)
+    if not usable:
+        return []
+    if route is None or route.held is None:
+        two = rng.sample(usable, min(2, len(usable)))
+        rest = [c.replica for c in usable if c not in two]
+        return [[c.replica for c in two], *([rest] if rest else [])]
+    cost = {c.replica: route.work(c.node_id) + c.wait for c in usable}
+    least = min(cost.values())
+    near = {r for r, n in cost.items() if n <= least + NEAR_SHARE * route.tokens}
+    ordered = sorted(cost, key=lambda r: (r not in near, 0.0 if r in near else cost[r], _score(route.key, r)))
+    return [[r] for r in ordered]
+
+
+def _score(key: bytes, replica: str) -> bytes:
+    """Rendezvous hashing: the lowest of these is the key's own replica."""
+    return blake3(replica.encode(), key=blake3(key).digest()).digest(8)
