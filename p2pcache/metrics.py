@@ -125,7 +125,11 @@ _PLAIN_GAUGES = {
     "leases": "leases",
     "sessions": "sessions",
 }
-_BY_REASON = {"misses_total": "misses", "fetch_misses_total": "fetch_misses", "stores_refused_total": "refused"}
+_BY_REASON = {
+    "misses_total": "misses",
+    "fetch_misses_total": "fetch_misses",
+    "stores_refused_total": "refused",
+}
 
 
 def samples(status: Mapping[str, Any]) -> list[Sample]:

@@ -153,7 +153,7 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of B queries `[1, heads, B, head_dim]`, each over its own K and V. Returns `[1, B, heads, d]`.
+    """Attention of B queries `[1, heads, B, head_dim]`, each over its own K and V, to `[1, B, heads, d]`.
 
     Query heads of one KV head stand together as its queries, so that K and V are read once a KV head.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 Counts = Counter[str]
@@ -103,6 +104,7 @@ class History:
     """By node, the growth a second of each count between the last two observations."""
     _last: dict[str, Seen] = field(default_factory=dict)
     _last_s: float | None = None
+    _dropped: int = 0
 
     def observe(self, statuses: Sequence[Mapping[str, Any]], now_s: float) -> None:
         """Take in the statuses of all nodes at one time. now_s: on any clock that does not go back."""
@@ -115,6 +117,7 @@ class History:
             self.points.append(Point(now_s, seconds, total))
             while len(self.points) > self.points_max:
                 self.points.popleft()
+                self._dropped += 1
             self.rates = {
                 name: {key: value / seconds for key, value in of_node.items()}
                 for name, of_node in grown.items()
@@ -139,12 +142,13 @@ class History:
         columns: dict[str, list[float]] = {
             name: [] for name in ("ago_s", "seconds", *SOURCES, "missed", "bytes")
         }
-        points = list(self.points)
-        step = -(-len(points) // shown_max) if points else 1
-        # Whole steps counted from the first point ever kept would be steadier; from the end is simpler,
-        # and the newest point is never a part of one.
-        for end in range(len(points) - 1, -1, -step):
-            part = points[max(end - step + 1, 0) : end + 1]
+        step = 1
+        while len(self.points) > (shown_max - 1) * step:
+            step *= 2
+        # Grouped by a point's number since the start, so that a group stays one while time goes on.
+        numbered = enumerate(self.points, self._dropped)
+        for _, members in groupby(numbered, lambda numbered_point: numbered_point[0] // step):
+            part = [point for _, point in members]
             total: Counts = Counter()
             for point in part:
                 total.update(point.counts)
@@ -154,4 +158,4 @@ class History:
                 columns[source].append(total[f"hits:{source}"])
             columns["missed"].append(sum(group(total, "miss").values()))
             columns["bytes"].append(sum(group(total, "bytes").values()))
-        return {name: column[::-1] for name, column in columns.items()}
+        return columns

@@ -50,8 +50,10 @@ class Dashboard:
         self._host = host
         self._port = port
         self._history = History()
-        self._body = b'{"nodes":[]}'  # the last summary as JSON
-        self._read_s: float | None = None  # when the last read ended
+        self._summary: dict[str, Any] = {"nodes": []}  # of the last read that brought something
+        self._body = b'{"nodes":[]}'  # that and what is wrong now, as JSON
+        self._read_s: float | None = None  # when that read ended
+        self._tried_s: float | None = None  # when the last read ended, whatever it brought
         self._rounds = 0
         self._watched_s = float("-inf")
         self._changed = threading.Condition()
@@ -65,9 +67,7 @@ class Dashboard:
         try:
             self._server = _Server((self._host, self._port), self)
         except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"the dashboard cannot listen on {self._host}:{self._port}: {error}"
-            ) from None
+            raise ConfigError(f"the dashboard cannot listen on {self._host}:{self._port}: {error}") from None
         jobs = {"poll": self._poll, "http": self._server.serve_forever}
         for name, job in jobs.items():
             thread = threading.Thread(target=job, name=f"p2pcache-dashboard-{name}", daemon=True)
@@ -103,10 +103,13 @@ class Dashboard:
         self.close()
 
     def mesh_json(self) -> bytes:
-        """The answer of `/api/mesh.json`, at most POLL_S old where `read` keeps up. `age_s` says how old."""
+        """The answer of `/api/mesh.json`: the last that is known of the mesh, and `age_s`, how old it is.
+
+        At most POLL_S and one read old where `read` keeps up. `error`: why the mesh cannot be asked now.
+        """
         with self._changed:
             self._watched_s = time.monotonic()
-            if self._read_s is None or self._watched_s - self._read_s > POLL_S:
+            if self._tried_s is None or self._watched_s - self._tried_s > POLL_S:
                 rounds = self._rounds
                 self._wake.set()
                 self._changed.wait_for(lambda: self._rounds > rounds or self._closing, _FRESH_WAIT_S)
@@ -135,21 +138,20 @@ class Dashboard:
             self._changed.wait_for(lambda: self._closing, seconds)
 
     def _look(self) -> None:
-        error = ""
-        statuses: Sequence[Mapping[str, Any]] | None = None
+        error: dict[str, str] = {}
+        now_s = None
         try:
             statuses = checked(self._read())
-        except Exception as fault:  # of Ray, of the network, of a node: the page says so and goes on
-            error = f"the mesh cannot be asked: {type(fault).__name__}: {fault}"[:500]
-            _log.debug("the dashboard could not read the mesh", exc_info=True)
-        now_s = time.monotonic()
-        if statuses is not None:
+            now_s = time.monotonic()
             self._history.observe(statuses, now_s)
-            body = json.dumps(summary(statuses, self._history, now_s), separators=(",", ":"))
-        else:
-            body = json.dumps({"nodes": [], "error": error})
+            self._summary = summary(statuses, self._history, now_s)
+        except Exception as fault:  # of Ray, of the network: the page says so and shows what it knew
+            error = {"error": f"the mesh cannot be asked: {type(fault).__name__}: {fault}"[:300]}
+            _log.debug("the dashboard could not read the mesh", exc_info=True)
+        body = json.dumps(self._summary | error, separators=(",", ":")).encode()
         with self._changed:
-            self._body, self._read_s = body.encode(), now_s
+            self._body, self._tried_s = body, time.monotonic()
+            self._read_s = self._read_s if now_s is None else now_s
             self._rounds += 1
             self._changed.notify_all()
 

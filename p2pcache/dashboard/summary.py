@@ -33,8 +33,8 @@ def checked(statuses: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             node_row(status, {}), hottest([status]), recent_misses([status])
             for count in counts(status).values():
                 number(count)
-            out.append({**status, "name": name})
-        except (KeyError, TypeError, ValueError, AttributeError):
+            out.append({**status, "name": name, "view_id": text(status["view_id"])})
+        except Exception:  # whatever a stranger's values are made of
             out.append({"name": name, "error": "its status is not one that this version understands"})
     return out
 
@@ -124,20 +124,27 @@ def hottest(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def recent_misses(statuses: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The latest lookups and fetches that missed something, newest first, over all nodes."""
-    rows = [
-        {
-            "node": status["name"],
-            "ago_s": number(missed["ago_s"]),
-            "step": text(missed["step"]),
-            "chunks": number(missed["chunks"]),
-            "missed": sum(number(n) for n in missed["misses"].values()),
-            "why": text(missed["why"]),
-        }
-        for status in statuses
-        for missed in status.get("sight", {}).get("recent", [])
-    ]
-    return sorted(rows, key=lambda row: row["ago_s"])[:RECENT_MAX]
+    """The latest lookups and fetches that missed something, newest first, over all nodes.
+
+    Those of one node with the same reasons are one row, `times` many: the usual does not hide the rare.
+    """
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    for status in statuses:
+        for missed in status.get("sight", {}).get("recent", []):
+            reasons = sorted(map(text, missed["misses"]))
+            row = {
+                "node": status["name"],
+                "ago_s": number(missed["ago_s"]),
+                "step": text(missed["step"]),
+                "why": text(missed["why"]),
+                "times": 1,
+            }
+            key = (row["node"], row["step"], *reasons)
+            same = rows.setdefault(key, row)
+            if same is not row:
+                times, newest = same["times"] + 1, min(same, row, key=lambda r: r["ago_s"])
+                rows[key] = newest | {"times": times}
+    return sorted(rows.values(), key=lambda row: row["ago_s"])[:RECENT_MAX]
 
 
 def text(value: Any) -> str:

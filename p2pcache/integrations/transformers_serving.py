@@ -28,14 +28,13 @@ import numpy as np
 import torch
 
 from p2pcache.blend.batch import BatchDecoder
-from p2pcache.core.chunking import Chunker, FixedChunker, SegmentChunker
+from p2pcache.core.chunking import Chunker
 from p2pcache.integrations.transformers import Prefill, Pull, TransformersEngine
 from p2pcache.results import Lookup, Stored
-from p2pcache.serve.engine import Generation, Sampling
+from p2pcache.serve.engine import Generation, Sampling, chunker_of
 from p2pcache.types import ConfigError, Source
 
 _log = logging.getLogger(__name__)
-CHUNK_TOKENS = 128  # half of the usual: what a turn adds is short, and an unfinished chunk is computed again
 PULL_BUDGET_S = 2.0
 STORING_BYTES_MAX = 1 << 30
 _NODES_SHARE = 0.9  # of a pull's budget; the rest is for the node's answer, which also says what did come
@@ -124,9 +123,7 @@ class ServingEngine:
                 f"a prompt of {len(prompt)} tokens and an answer of up to {request.tokens_max}"
                 f" are over the model's context of {context}"
             )
-        chunker: Chunker = (
-            SegmentChunker(request.boundaries) if request.boundaries else FixedChunker(CHUNK_TOKENS)
-        )
+        chunker = chunker_of(request.boundaries)
         chunker.spans(prompt)  # raises for boundaries behind the prompt
         sampler = Sampler(request.sampling)
         pull = self._start(prompt, chunker)
@@ -208,10 +205,11 @@ class ServingEngine:
         """Counts since the start.
 
         tokens: of all prompts, by where their KV came from, "recomputed" among them; they add up to
-        prompt_tokens, and so do exact_tokens and approximate_tokens (whose KV attended to moved KV, or
-        is moved). refused: chunks that could not be stored, by reason. stores_dropped: sequences
-        not stored because too much waited. pulls_given_up: ended by their budget or by `finish` before all
-        bytes had come. cache_faults: errors that the cache should not have raised. storing_bytes: KV of finished sequences now in memory.
+        prompt_tokens, and so do exact_tokens and approximate_tokens (whose KV was moved, or attended to
+        such). refused: chunks that could not be stored, by reason. stores_dropped: sequences not stored
+        because too much waited. pulls_given_up: ended by their budget or by `finish` before all bytes had
+        come. cache_faults: errors that the cache should not have raised. storing_bytes: KV of finished
+        sequences that is in memory now.
         """
         with self._changed:
             names = """prefills prompt_tokens answer_tokens decode_steps exact_tokens approximate_tokens

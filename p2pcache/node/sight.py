@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 RECENT_MAX = 64
 """Lookups that missed something, and as many fetches: floods of the one do not hide the other."""
 RECENT_FETCHES_MAX = 16
+_RECENT_BYTES_MAX = 24 << 10
+_ROW_BYTES, _REASON_BYTES = 110, 30  # of a recent miss as JSON: its frame, and each reason at most
 HOT_COUNTED = 256
 HOT_SHOWN = 16
 _REASONS_IN_WORDS = 2
@@ -181,7 +183,14 @@ class Sight:
         `core.heavy.Heavy`. `recent`: lookups and fetches that missed something, newest first.
         """
         now_s = self._clock()
-        recent = sorted([*self._recent, *self._recent_fetches], key=lambda m: -m.at_s)
+        recent: list[dict[str, Any]] = []
+        room = _RECENT_BYTES_MAX
+        for missed in sorted([*self._recent, *self._recent_fetches], key=lambda m: -m.at_s):
+            row = missed.plain(now_s)
+            room -= _ROW_BYTES + len(row["why"]) + _REASON_BYTES * len(row["misses"])
+            if room < 0:  # rows with every reason there is; the oldest go
+                break
+            recent.append(row)
         return {
             "chunks": self._chunks,
             "hits": {
@@ -212,7 +221,7 @@ class Sight:
                 }
                 for heavy in self._hot.top(HOT_SHOWN)
             ],
-            "recent": [missed.plain(now_s) for missed in recent],
+            "recent": recent,
         }
 
 

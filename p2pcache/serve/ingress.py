@@ -1,10 +1,7 @@
 """The OpenAI-compatible front: checks, encodes, routes, streams. It holds no model."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +34,89 @@ class _Model:
     locator: Locator | None
 
 
+class _Run:
+    """One request on its way."""
+
+    def __init__(self, ingress: "Ingress", asked: Asked, request: Generation):
+        self._ingress = ingress
+        self._asked = asked
+        self._request = request
+        self._answer = Answer()
+        self._writer = openai.Writer(asked)
+        self._located = False
+
+    async def response(self) -> Any:
+        pieces = self._pieces()
+        try:
+            first = await anext(pieces)
+        except StopAsyncIteration:
+            first = ""
+        except BaseException:
+            await pieces.aclose()
+            raise
+        if self._asked.stream:
+            return StreamingResponse(self._events(first, pieces), media_type="text/event-stream")
+        text = first + "".join([piece async for piece in pieces])
+        return JSONResponse(self._writer.whole(text, self._answer.finish, self._usage()))
+
+    async def _pieces(self) -> AsyncIterator[str]:
+        """Text as it may be shown. The first one comes with the first token, even where it is empty."""
+        locator = self._ingress._model.locator
+        route = await locator.route(self._request) if locator is not None else None
+        self._located = route is not None and route.held is not None
+        detokenizer, stop = Detokenizer(self._ingress._tokenizer), StopText(self._asked.stops)
+        tokens = generate(self._ingress._replicas, self._request, route, self._ingress._config, self._answer)
+        try:
+            first = True
+            async for ids in tokens:
+                text = stop.add("".join(detokenizer.add(token) for token in ids))
+                if text or first:
+                    first = False
+                    yield text
+                if stop.found:
+                    self._answer.finish = "stop"
+                    return
+            yield stop.add(detokenizer.rest()) + stop.rest()
+            if stop.found:
+                self._answer.finish = "stop"
+        finally:
+            await tokens.aclose()
+
+    async def _events(self, first: str, pieces: AsyncIterator[str]) -> AsyncIterator[bytes]:
+        try:
+            yield self._writer.start()
+            if first:
+                yield self._writer.piece(first)
+            async for piece in pieces:
+                if piece:
+                    yield self._writer.piece(piece)
+            yield self._writer.end(self._answer.finish, self._usage())
+        except (Refused, Unavailable) as error:  # the headers have gone: it can only be said in the stream
+            yield self._writer.failed(str(error))
+        finally:
+            await pieces.aclose()
+
+    def _usage(self) -> dict[str, Any]:
+        answer = self._answer
+        usage = openai.usage(len(self._request.tokens), len(answer.tokens), answer.cached)
+        return usage | {
+            "p2pcache": {
+                "replica": answer.replica,
+                "attempts": answer.attempts,
+                "queue_s": round(answer.queue_s, 6),
+                "located": self._located,
+            }
+        }
+
+
+async def _json(request: Request) -> Any:
+    try:
+        return await request.json()
+    except ValueError:
+        raise BadRequest("the body is not JSON") from None
+
+
+# Last in this module: Serve takes a copy of `app`, and of what its methods refer to, right here.
 @serve.ingress(app)
 class Ingress:
     """`/v1/completions`, `/v1/chat/completions`, `/v1/models`."""
@@ -124,84 +204,3 @@ class Ingress:
 
     async def check_health(self) -> None:
         """Nothing here can be stuck that Serve would not see."""
-
-
-class _Run:
-    """One request on its way."""
-
-    def __init__(self, ingress: Ingress, asked: Asked, request: Generation):
-        self._ingress = ingress
-        self._asked = asked
-        self._request = request
-        self._answer = Answer()
-        self._writer = openai.Writer(asked)
-        self._started_s = time.monotonic()
-
-    async def response(self) -> Any:
-        pieces = self._pieces()
-        try:
-            first = await anext(pieces)
-        except StopAsyncIteration:
-            first = ""
-        except BaseException:
-            await pieces.aclose()
-            raise
-        if self._asked.stream:
-            return StreamingResponse(self._events(first, pieces), media_type="text/event-stream")
-        text = first + "".join([piece async for piece in pieces])
-        return JSONResponse(self._writer.whole(text, self._answer.finish, self._usage()))
-
-    async def _pieces(self) -> AsyncIterator[str]:
-        """Text as it may be shown. The first one comes with the first token, even where it is empty."""
-        route = (
-            await self._ingress._model.locator.route(self._request) if self._ingress._model.locator else None
-        )
-        detokenizer, stop = Detokenizer(self._ingress._tokenizer), StopText(self._asked.stops)
-        tokens = generate(self._ingress._replicas, self._request, route, self._ingress._config, self._answer)
-        try:
-            first = True
-            async for ids in tokens:
-                text = stop.add("".join(detokenizer.add(token) for token in ids))
-                if text or first:
-                    first = False
-                    yield text
-                if stop.found:
-                    self._answer.finish = "stop"
-                    return
-            yield stop.add(detokenizer.rest()) + stop.rest()
-            if stop.found:
-                self._answer.finish = "stop"
-        finally:
-            await tokens.aclose()
-
-    async def _events(self, first: str, pieces: AsyncIterator[str]) -> AsyncIterator[bytes]:
-        try:
-            yield self._writer.start()
-            if first:
-                yield self._writer.piece(first)
-            async for piece in pieces:
-                if piece:
-                    yield self._writer.piece(piece)
-            yield self._writer.end(self._answer.finish, self._usage())
-        except (Refused, Unavailable) as error:  # the headers have gone: it can only be said in the stream
-            yield self._writer.failed(str(error))
-        finally:
-            await pieces.aclose()
-
-    def _usage(self) -> dict[str, Any]:
-        answer = self._answer
-        usage = openai.usage(len(self._request.tokens), len(answer.tokens), answer.cached)
-        return usage | {
-            "p2pcache": {
-                "replica": answer.replica,
-                "attempts": answer.attempts,
-                "queue_s": round(answer.queue_s, 6),
-            }
-        }
-
-
-async def _json(request: Request) -> Any:
-    try:
-        return await request.json()
-    except ValueError:
-        raise BadRequest("the body is not JSON") from None

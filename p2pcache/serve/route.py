@@ -22,7 +22,9 @@ matters is that moving costs something and computing costs more."""
 DECODE_SHARE = 1.0
 """Cost of one answer token, over one token of prefill: short answers weigh little beside long prompts."""
 NEAR_SHARE = 0.1
-"""Replicas whose cost is within this share of the prompt from the least are as good as the least."""
+"""Replicas whose cost is within this share of the prompt from the least are about as soon ready."""
+EQUAL_SHARE = 0.005
+"""Of those, replicas whose work is within this share of the prompt from the least are equal."""
 
 
 @dataclass
@@ -101,10 +103,17 @@ def rank(route: Route | None, candidates: Sequence[Candidate], rng: Random) -> l
         rest = [c.replica for c in usable if c not in two]
         return [[c.replica for c in two], *([rest] if rest else [])]
     cost = {c.replica: route.work(c.node_id) + c.wait for c in usable}
-    least = min(cost.values())
-    near = {r for r, n in cost.items() if n <= least + NEAR_SHARE * route.tokens}
-    ordered = sorted(cost, key=lambda r: (r not in near, 0.0 if r in near else cost[r], _score(route.key, r)))
-    return [[r] for r in ordered]
+    near = {r for r in cost if cost[r] <= min(cost.values()) + NEAR_SHARE * route.tokens}
+    work = {c.replica: route.work(c.node_id) for c in usable}
+    least = min(work[r] for r in near)
+    equal = {r for r in near if work[r] <= least + EQUAL_SHARE * route.tokens}
+
+    def order(replica: str) -> tuple[int, float, bytes]:
+        if replica in equal:
+            return 0, 0.0, _score(route.key, replica)
+        return (1, work[replica], b"") if replica in near else (2, cost[replica], b"")
+
+    return [[r] for r in sorted(cost, key=order)]
 
 
 def _score(key: bytes, replica: str) -> bytes:

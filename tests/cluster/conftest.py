@@ -1,12 +1,19 @@
-"""One Ray cluster of three nodes on this machine, bound to loopback, for all cluster tests."""
+"""One Ray cluster of three nodes on this machine, bound to loopback, for all cluster tests.
+
+It stands in a network of its own where this process may make one: Serve's replicas listen on all
+interfaces and have no setting for it, so without one the tests of Serve are skipped.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterator
 
 import pytest
+
+from cluster import private_network
 
 NODES = ("a", "b", "c")
 
@@ -19,7 +26,19 @@ os.environ.setdefault("RAY_health_check_failure_threshold", "3")
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[object]:
+def network() -> Iterator[bool]:
+    """Whether this process is now in a network of its own."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(private_network.entered())
+            private = True
+        except OSError:
+            private = False
+        yield private
+
+
+@pytest.fixture(scope="session")
+def cluster(network: bool) -> Iterator[object]:
     import ray
     from ray.cluster_utils import Cluster
 

@@ -249,14 +249,19 @@ class TestAnswers:
 
     def test_many_at_once_are_decoded_together_and_counted(self):
         async def scenario(batcher: Batcher, engine: FakeEngine) -> None:
-            answers = await asyncio.gather(*(answer(batcher, ask(n, 5)) for n in range(1, 9)))
+            gate = engine.hooks["prefill"] = Gate(1)
+            streams = [await batcher.submit(ask(1, 5))]
+            await gate.reached()
+            streams += [await batcher.submit(ask(n, 5)) for n in range(2, 9)]
+            gate.open()
+            answers = await asyncio.gather(*map(read, streams))
             assert [tokens for tokens, _ in answers] == [expected(n, 5) for n in range(1, 9)]
             stats = batcher.stats()
             assert (stats["prefills"], stats["decode_tokens"], stats["completed"]) == (8, 32, 8)
-            assert stats["decode_steps"] == len(engine.methods("decode")) < 32
-            assert stats["peak_bytes"] > 9
+            assert stats["decode_steps"] == len(engine.methods("decode")) == 4
+            assert stats["peak_bytes"] == 8 * (4 + 5)
 
-        play(scenario)
+        play(scenario, decode_steps_between_prefills=0)
 
     def test_a_slow_reader_slows_nobody_and_misses_nothing(self):
         async def scenario(batcher: Batcher, engine: FakeEngine) -> None:
@@ -272,6 +277,22 @@ class TestAnswers:
             stream = await batcher.submit(ask(1, 1))
             await read(stream)
             assert [event async for event in stream] == []
+
+        play(scenario)
+
+    def test_tokens_that_overtake_the_word_of_acceptance_are_kept(self):
+        async def scenario(batcher: Batcher, engine: FakeEngine) -> None:
+            loop = asyncio.get_running_loop()
+            finished, on_time = threading.Event(), loop.call_soon_threadsafe
+            engine.hooks["finish"] = lambda _: finished.set()
+
+            def late(*args) -> None:
+                if threading.current_thread().name.startswith("p2pcache-begin"):
+                    assert finished.wait(BOUND_S / 2)
+                on_time(*args)
+
+            loop.call_soon_threadsafe = late
+            assert (await answer(batcher, ask(1)))[0] == expected(1, 3)
 
         play(scenario)
 
@@ -766,7 +787,8 @@ class TestClose:
             with pytest.raises(Closing):
                 await read(stream)
             gate.open()
-            await batcher.close(0)
+            await batcher.close(BOUND_S / 2)
+            assert [event async for event in stream] == [], "what the engine made after that comes too late"
 
         play(scenario, stuck_s=0.05)
 

@@ -27,9 +27,17 @@ def test_a_prompt_goes_where_its_kv_is():
     assert first(route, replicas(a=0, b=0, c=0)) == "b"
 
 
+@given(st.binary(min_size=1, max_size=4))
+def test_no_key_outweighs_the_kv(key: bytes):
+    """Pulling is cheap, but not free: what lies there decides, and not the rendezvous."""
+    route = Route(1000, held={"node-b": 950}, anywhere=950, key=key)
+    assert first(route, replicas(a=0, b=0)) == "b"
+    assert first(route, replicas(a=0, b=40)) == "b"
+
+
 def test_but_not_into_a_long_queue():
     route = Route(2000, held={"node-b": 1600}, anywhere=1600)
-    assert first(route, replicas(a=0, b=50)) == "b", "pulling would take longer than waiting"
+    assert first(route, replicas(a=0, b=50)) == "b", "pulling would take as long as waiting"
     assert first(route, replicas(a=0, b=500)) == "a"
 
 
