@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-EXTRAS := demo,dev,ucx-cu12
+EXTRAS := demo,serve,dev,ucx-cu13
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help

@@ -41,7 +41,7 @@ SETTINGS: Mapping[str, str] = {
     "RNDV_THRESH": "64k",
     "TCP_CM_REUSEADDR": "y",  # a restarted node gets its port back
 }
-EXTRA = "pip install 'p2pcache[ucx-cu12]'"
+EXTRA = "pip install 'p2pcache[ucx-cu13]'"
 
 
 def import_ucx() -> Any:

@@ -642,7 +642,7 @@ def test_ucx_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "ucxx", None)
     monkeypatch.setitem(sys.modules, "ucxx._lib", None)
     reason = ucx_available()
-    assert reason is not None and "p2pcache[ucx-cu12]" in reason
+    assert reason is not None and "p2pcache[ucx-cu13]" in reason
 
     async def case() -> None:
         transport = UcxTransport("127.0.0.1")
@@ -650,7 +650,7 @@ def test_ucx_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPat
         watched = Watched(transport, peer, Ticket(TOKEN, 0, 16, 1, ()))
         assert isinstance(await watched.done(), TransportError)
         await watched.settled()
-        with pytest.raises(ConfigError, match="ucx-cu12"):
+        with pytest.raises(ConfigError, match="ucx-cu13"):
             await UcxTransport("127.0.0.1").start(None)
         assert transport.description() == {"available": False, "reason": reason}
         await transport.close()

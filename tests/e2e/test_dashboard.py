@@ -434,7 +434,7 @@ def test_a_browser_shows_the_nodes_and_numbers_of_a_real_mesh(
     assert "4 of 6 chunks" in page.text and "a peer 67 %" in page.text and "missed 33 %" in page.text
     assert "2 of 6: no node holds them" in page.text and "of 8 MiB" in page.text
     assert f"shm {steady[0][1]['counters']['pulls_shm']} pulls" in page.text
-    for hot in json.loads(dashboard.mesh_json())["hottest"][:8]:
+    for hot in json.loads(dashboard.mesh_json())["hottest"][:6]:
         assert hot["key"][:12] in page.text
     drawn = [attributes for tag, attributes in page.tags if tag == "svg"]
     assert len(drawn) == 2 and all(a["role"] == "img" and a["aria-label"] for a in drawn)

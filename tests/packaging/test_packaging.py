@@ -17,7 +17,7 @@ import pytest
 pytestmark = [pytest.mark.packaging, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {"ray", "ucx-cu12", "ucx-cu13", "transformers", "vllm", "demo", "dev"}
+EXTRAS = {"ray", "ucx-cu12", "ucx-cu13", "transformers", "serve", "vllm", "demo", "dev"}
 
 
 def run(*command: str | Path, **options) -> str:
