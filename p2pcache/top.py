@@ -22,7 +22,7 @@ from rich.text import Text
 
 from p2pcache.dashboard.history import SOURCES, changes, group, remember
 from p2pcache.dashboard.summary import checked, node_row, recent_misses
-from p2pcache.types import P2PCacheError
+from p2pcache.types import ConfigError, P2PCacheError
 
 Statuses = Sequence[Mapping[str, Any]]
 _COLOURS = {"local": "cyan", "nvme": "yellow", "peer": "blue", "missed": "bright_black"}
@@ -174,8 +174,11 @@ def run(
 ) -> int:
     """Show the mesh until q or Ctrl-C; return an exit status. read: may raise a P2PCacheError.
 
-    once, or output that is no terminal: one frame, with the rates of one interval (none where that is 0).
+    once, or output that is no terminal: one frame, with the rates of one interval (none where that is 0);
+    the status is 1 where a node does not answer. Raises ConfigError for an interval that is none.
     """
+    if not 0 <= interval_s < float("inf"):
+        raise ConfigError(f"the interval must be a number of seconds, not {interval_s}")
     console = console or Console()
     if once or not console.is_terminal:
         first, started_s = list(read()), time.monotonic()
