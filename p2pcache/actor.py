@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from p2pcache.config import NodeConfig
 from p2pcache.core.membership import Member
 from p2pcache.io.members_ray import RayNode
+from p2pcache.metrics_ray import RayExporter
 from p2pcache.runtime import NodeRuntime
 from p2pcache.types import NodeDown
 
@@ -55,6 +56,10 @@ class NodeActor:
         self._lock = threading.Lock()  # over starting and stopping the runtime
         self._told: list[Any] | None = None
         self._runtime: NodeRuntime | None = NodeRuntime.start(self._config)
+        self._stopping = threading.Event()
+        threading.Thread(
+            target=RayExporter().run, args=(self.status, self._stopping), name="p2pcache-metrics", daemon=True
+        ).start()
 
     def describe(self) -> dict[str, Any]:
         """This node as a member and what it was told last; no member where it has been drained."""
@@ -103,6 +108,7 @@ class NodeActor:
 
     def stop(self) -> None:
         """Withdraw from the machine: sockets, memory, files. The actor itself is then killed."""
+        self._stopping.set()
         with self._lock:
             runtime, self._runtime = self._runtime, None
             if runtime is not None:

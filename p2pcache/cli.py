@@ -99,6 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     start.add_argument(
         "--wait", metavar="NODES", type=int, default=0, help="nodes to wait for (default: those alive now)"
     )
+    start.add_argument(
+        "--dashboard",
+        metavar="ADDRESS:PORT",
+        default="127.0.0.1:8299",
+        help="of the mesh's web page, on the head; it has no login; empty: none (default: %(default)s)",
+    )
     start.add_argument("--json", action="store_true", help="print JSON")
     start.set_defaults(run=commands.start)
 
@@ -134,6 +140,15 @@ def _parser() -> argparse.ArgumentParser:
     _cluster(status)
     status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(run=commands.status)
+
+    top = verbs.add_parser(
+        "top", help="the mesh live in this terminal: nodes, tiers, rates, why lookups missed"
+    )
+    top.add_argument("--interval", metavar="SECONDS", type=float, default=2.0, help="between readings (2)")
+    top.add_argument("--once", action="store_true", help="print one frame and end")
+    top.add_argument("--socket", help="engine socket of the node to ask (default: any on this host)")
+    _cluster(top)
+    top.set_defaults(run=commands.top)
 
     lookup = verbs.add_parser(
         "lookup",

@@ -43,7 +43,9 @@ def start(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"no Ray node carries the label: start Ray with --labels={LABEL}=1, or pass --all-nodes"
         )
-    mesh = Mesh.ensure(settings, labelled_only=not arguments.all_nodes)
+    if arguments.dashboard:
+        _addresses(arguments.dashboard, "--dashboard")
+    mesh = Mesh.ensure(settings, labelled_only=not arguments.all_nodes, dashboard=arguments.dashboard or None)
     try:
         members = mesh.wait_for(arguments.wait or len(nodes))
     except NodeDown:
@@ -159,6 +161,12 @@ def status(arguments: argparse.Namespace) -> int:
     return 1 if any("error" in n for n in nodes) else 0
 
 
+def top(arguments: argparse.Namespace) -> int:
+    from p2pcache.top import run
+
+    return run(lambda: _statuses(arguments), arguments.interval, once=arguments.once)
+
+
 def _statuses(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Of the whole mesh: through a node of this host, through Ray where none is up, or over SSH."""
     if arguments.cluster is not None:
@@ -250,7 +258,7 @@ def _chunk_line(row: dict[str, Any]) -> str:
 # -- reading arguments, reaching nodes -------------------------------------------------------------
 
 
-def _addresses(text: str) -> list[str]:
+def _addresses(text: str, option: str = "--peers") -> list[str]:
     found = [part for part in text.split(",") if part]
     for address in found:
         host, colon, port = address.rpartition(":")
@@ -260,7 +268,7 @@ def _addresses(text: str) -> list[str]:
         except ValueError:
             right = False
         if not right:
-            raise ConfigError(f"--peers takes addresses such as 10.0.0.2:7000, not {address!r}")
+            raise ConfigError(f"{option} takes addresses such as 10.0.0.2:7000, not {address!r}")
     return found
 
 
@@ -283,7 +291,7 @@ def _join_ray(address: str) -> None:
         except (OSError, ValueError, OverflowError):
             raise NodeDown(f"no Ray cluster answers at {address!r}") from None
     try:
-        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False)
+        ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, ignore_reinit_error=True)
     except (ConnectionError, ValueError):
         raise NodeDown(
             "no Ray cluster runs on this host: start one with `ray start --head --labels=p2pcache=1`"

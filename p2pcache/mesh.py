@@ -33,10 +33,12 @@ class Mesh:
         *,
         by_node: Mapping[str, Mapping[str, Any]] | None = None,
         labelled_only: bool = True,
+        dashboard: str | None = None,
     ) -> Mesh:
         """Start the mesh of this Ray cluster, or find the one that runs. Raises ConfigError.
 
-        labelled_only: only nodes started with `--labels=p2pcache=1` become members.
+        labelled_only: only nodes started with `--labels=p2pcache=1` become members. dashboard:
+        `address:port` of the mesh's web page, on the supervisor's host.
         """
         settings = dict(settings or {})
         for own in ({}, *(by_node or {}).values()):  # a misspelt setting fails here, in front of the user
@@ -51,7 +53,7 @@ class Mesh:
             get_if_exists=True,
             # A worker that dies must not take the supervisor along; soft, so that it starts all the same.
             scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True) if head else None,
-        ).remote(settings, by_node or {}, labelled_only)
+        ).remote(settings, by_node or {}, labelled_only, dashboard)
         return Mesh(supervisor)
 
     def _with(self, settings: Mapping[str, Any]) -> Mesh:

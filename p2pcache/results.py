@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -149,6 +150,10 @@ class Prefetch:
 
     def chunks(self) -> Fetched:
         return self._pull.result()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the pull has ended. False where it has not by then. Raises nothing of the pull's own."""
+        return not futures.wait([self._pull], timeout_s).not_done
 
     def wait_layer(self, layer: int) -> None:
         """Wait until this layer is on the device (its event)."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -20,6 +20,7 @@ from ray.exceptions import RayActorError, RayError
 from p2pcache.actor import node_actor
 from p2pcache.core.membership import Member
 from p2pcache.core.roster import Roster, Told
+from p2pcache.dashboard.server import Dashboard
 from p2pcache.io.members_ray import RayNode, alive_nodes
 from p2pcache.types import ConfigError, NodeDown
 
@@ -34,9 +35,15 @@ class Supervisor:
     """Follows Ray's nodes and pushes Views."""
 
     def __init__(
-        self, settings: Mapping[str, Any], by_node: Mapping[str, Mapping[str, Any]], labelled_only: bool
+        self,
+        settings: Mapping[str, Any],
+        by_node: Mapping[str, Mapping[str, Any]],
+        labelled_only: bool,
+        dashboard: str | None = None,
     ):
-        """settings: of every node. by_node: name -> settings of that node over them."""
+        """settings: of every node. by_node: name -> settings of that node over them. dashboard:
+        `address:port` of the web page, where there shall be one.
+        """
         self._settings = dict(settings)
         self._by_node = {name: dict(own) for name, own in by_node.items()}
         self._labelled_only = labelled_only
@@ -48,6 +55,7 @@ class Supervisor:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="p2pcache-supervisor", daemon=True)
         self._thread.start()
+        self._dashboard = _start_dashboard(self.statuses, dashboard) if dashboard else None
 
     # -- what others ask -------------------------------------------------------------------------
 
@@ -124,6 +132,8 @@ class Supervisor:
         """Stop every node of the mesh. The supervisor itself is then killed."""
         self._stopping.set()
         self._thread.join()
+        if self._dashboard is not None:
+            self._dashboard.close()
         ending = [actor.stop.remote() for actor in self._actors.values()]
         if ending:
             ray.wait(ending, num_returns=len(ending), timeout=_STOP_S)
@@ -202,6 +212,15 @@ class Supervisor:
         for node_id in self._roster.behind():
             if node_id in self._actors:
                 self._actors[node_id].apply_view.remote(members, [view_id, [list(pair) for pair in absent]])
+
+
+def _start_dashboard(read: Callable[[], list[dict[str, Any]]], address: str) -> Dashboard | None:
+    host, _, port = address.rpartition(":")
+    try:
+        return Dashboard(read, host.strip("[]"), int(port)).start()
+    except ConfigError as error:  # its port is taken, say: no reason to go without
+        _log.warning("there is no dashboard at %s: %s", address, error)
+        return None
 
 
 def _told_from_wire(raw: list[Any]) -> Told:

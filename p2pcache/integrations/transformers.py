@@ -19,7 +19,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable
-from concurrent.futures import wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,8 +59,7 @@ class Pull:
         """Whether all that will come has come; waits for it at most so long."""
         if self._prefetch is None:
             return True
-        # `Prefetch` itself only waits without end.
-        return not wait([self._prefetch._pull], timeout_s).not_done
+        return self._prefetch.wait(timeout_s)
 
     def chunks(self) -> list[FetchedChunk]:
         """What came of each chunk. Waits until the pull has ended."""

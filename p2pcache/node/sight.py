@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from p2pcache.node.node import Grant
 
 RECENT_MAX = 64
-"""Lookups that missed something, and as many fetches: floods of the one do not hide the other."""
 RECENT_FETCHES_MAX = 16
+"""Lookups and fetches that missed something; kept apart, so that floods of one do not hide the other."""
 _RECENT_BYTES_MAX = 24 << 10
 _ROW_BYTES, _REASON_BYTES = 110, 30  # of a recent miss as JSON: its frame, and each reason at most
 HOT_COUNTED = 256

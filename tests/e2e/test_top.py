@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from p2pcache import EmbeddedMesh, FixedChunker, KVLayout, Namespace, NodeConfig
-from p2pcache.types import NodeDown
+from p2pcache.types import ConfigError, NodeDown
 
 pytest.importorskip("rich")
 
@@ -134,6 +134,12 @@ def test_once_leaves_a_fault_to_its_caller():
 
     with pytest.raises(NodeDown):
         run(down, 0, once=True, console=Console(file=io.StringIO()))
+
+
+@pytest.mark.parametrize("interval_s", [-1.0, float("nan"), float("inf")])
+def test_an_interval_that_is_none_is_refused(interval_s: float):
+    with pytest.raises(ConfigError, match="interval"):
+        run(list, interval_s, once=True)
 
 
 @pytest.mark.parametrize("end", [b"q", b"\x03"], ids=["q", "ctrl-c"])
