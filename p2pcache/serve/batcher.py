@@ -247,6 +247,7 @@ class Batcher:
         if not 0 < stuck_s < math.inf:
             raise ConfigError(f"stuck_s must be above 0 and not infinite, is {stuck_s!r}")
         self._engine = engine
+        self._ready: Callable[[Running], bool] = getattr(engine, "ready", lambda running: True)
         self._limits = admission
         self._decode_steps_between_prefills = decode_steps_between_prefills
         self._stuck_s = stuck_s
@@ -441,8 +442,9 @@ class Batcher:
                 self._room_changed = False
                 for sequence in self._admission.admit(self._clock()):
                     self._to_prefill(sequence)
-            if self._admitted and self._prefill_is_next():
-                self._prefill(self._admitted.popleft())
+            sequence = self._next_to_prefill()
+            if sequence is not None:
+                self._prefill(sequence)
             elif self._decoding:
                 self._decode(list(self._decoding.values()))
 
@@ -479,8 +481,18 @@ class Batcher:
         with self._lock:
             self._queued -= 1
 
-    def _prefill_is_next(self) -> bool:
-        return not self._decoding or self._steps_since_prefill >= self._decode_steps_between_prefills
+    def _next_to_prefill(self) -> _Sequence | None:
+        """The first whose bytes are here; where none is, the first of all, unless others can go on."""
+        if not self._admitted:
+            return None
+        if self._decoding and self._steps_since_prefill < self._decode_steps_between_prefills:
+            return None
+        chosen = next((s for s in self._admitted if self._ready(s.running)), None)
+        if chosen is None and not self._decoding:
+            chosen = self._admitted[0]
+        if chosen is not None:
+            self._admitted.remove(chosen)
+        return chosen
 
     def _prefill(self, sequence: _Sequence) -> None:
         self._steps_since_prefill = 0

@@ -62,7 +62,11 @@ class Running(Protocol):
 
 @runtime_checkable
 class Engine(Protocol):
-    """A model that can run several sequences at once."""
+    """A model that can run several sequences at once.
+
+    It may also have `ready(sequence) -> bool`: whether `prefill` would not have to wait for bytes. Others
+    are then served first.
+    """
 
     def begin(self, request: Generation) -> Running:
         """Take a request in: look its prompt up and start to pull what the mesh holds.
