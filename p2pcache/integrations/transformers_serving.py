@@ -15,32 +15,31 @@ mesh, a baseline to measure against.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from p2pcache.blend.batch import BatchDecoder
 from p2pcache.core.chunking import Chunker
+from p2pcache.integrations.sampling import Sampler, sample
 from p2pcache.integrations.transformers import Prefill, Pull, TransformersEngine
 from p2pcache.results import Lookup, Stored
-from p2pcache.serve.engine import Generation, Sampling, chunker_of
-from p2pcache.types import ConfigError, Source
+from p2pcache.serve.engine import Generation, chunker_of
+from p2pcache.types import ConfigError, NodeDown, RemoteError, Source
 
 _log = logging.getLogger(__name__)
 PULL_BUDGET_S = 2.0
 STORING_BYTES_MAX = 1 << 30
 _NODES_SHARE = 0.9  # of a pull's budget; the rest is for the node's answer, which also says what did come
 _CLOSERS = 4
-TEMPERATURE_MIN = 1e-6  # less is 0: it would overflow fp32
-_LARGE = 1e30
+RATE_TOKENS_MIN = 256  # a prefill of fewer says little of the engine's speed
 SOURCES = (Source.LOCAL, Source.NVME, Source.PEER)
 
 
@@ -101,6 +100,7 @@ class ServingEngine:
         self._beside = 0  # stores and closes that are under way
         self._storing_bytes = 0
         self._last_stored: Stored | None = None
+        self._rate = self._told_rate = 0.0  # tokens a second, of prefills alone
         self._counts: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -143,6 +143,7 @@ class ServingEngine:
         if sequence.finished or sequence.answer or pull is None:
             raise ConfigError("a sequence is prefilled once, before it is finished")
         room = sequence.request.tokens_max
+        waits, started_s = not pull.ended(), time.monotonic()
         try:
             wait_s = max(sequence.pull_by_s - time.monotonic(), 0.0)
             prefill = self.engine.complete(pull, wait_s=wait_s, spare_tokens=room)
@@ -152,7 +153,7 @@ class ServingEngine:
             # Whose fault it was shows when the model runs without a byte from the cache.
             self._fault("a prefill with reused KV", error)
             prefill = self.engine.complete_alone(pull, spare_tokens=room)
-        (token,) = _sample([sequence.sampler], prefill.logits[None])
+        (token,) = sample([sequence.sampler], prefill.logits[None])
         # Sampling has waited for the device: nothing reads the slab any more.
         sequence.pull = None
         self._let_go(pull)
@@ -160,6 +161,8 @@ class ServingEngine:
         sequence._prefill = prefill
         sequence.answer.append(token)
         self._count_prefill(sequence, prefill)
+        if not waits:
+            self._tell_rate(prefill.recomputed_tokens, time.monotonic() - started_s)
         return token
 
     def decode(self, sequences: Sequence[ServingSequence]) -> list[int]:
@@ -173,7 +176,7 @@ class ServingEngine:
                 raise ConfigError(f"a sequence has all its {sequence.request.tokens_max} answer tokens")
         caches = [sequence._prefill.sparse.cache for sequence in sequences]
         logits = self._decoder.decode(caches, [sequence.answer[-1] for sequence in sequences])
-        tokens = _sample([sequence.sampler for sequence in sequences], logits)
+        tokens = sample([sequence.sampler for sequence in sequences], logits)
         for sequence, token in zip(sequences, tokens, strict=True):
             sequence.answer.append(token)
         with self._changed:
@@ -200,6 +203,19 @@ class ServingEngine:
             self._store_beside(prefill, sequence.kv_bytes)
 
     # -- around them -----------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """What an ingress must know: the namespace of the KV (None without a mesh), the longest prompt with
+        its answer, the size of the vocabulary, and which tokens end an answer.
+        """
+        model, cache = self.engine.model, self.engine.cache
+        ends = model.generation_config.eos_token_id
+        return {
+            "namespace": cache.namespace if cache is not None else None,
+            "context_tokens": self.engine.context_tokens or 2**31,
+            "vocabulary": model.config.get_text_config().vocab_size,
+            "stop": [ends] if isinstance(ends, int) else list(ends or []),
+        }
 
     def stats(self) -> dict[str, Any]:
         """Counts since the start.
@@ -301,6 +317,25 @@ class ServingEngine:
         with self._changed:
             self._counts["cache_faults"] += 1
 
+    def _tell_rate(self, tokens: int, seconds: float) -> None:
+        """Tell the planner how fast this engine computes, whenever that has changed by much."""
+        if tokens < RATE_TOKENS_MIN or self.engine.cache is None:
+            return
+        rate = tokens / max(seconds, 1e-6)
+        self._rate = rate if not self._rate else self._rate + 0.3 * (rate - self._rate)
+        if not 0.8 <= self._rate / (self._told_rate or 1e-9) <= 1.25:
+            self._told_rate = told = self._rate
+            client = self.engine.cache.client
+
+            def report() -> None:
+                with suppress(NodeDown, RemoteError):  # without a node there is nothing to plan
+                    client.report_prefill_rate(told)
+
+            with self._changed:
+                if not self._closed:
+                    self._beside += 1
+                    self._closers.submit(self._counted, "a report", report, 0)
+
     def _count_prefill(self, sequence: ServingSequence, prefill: Prefill) -> None:
         exact = min(prefill.sparse.exact_tokens, prefill.prompt_tokens)
         with self._changed:
@@ -313,55 +348,6 @@ class ServingEngine:
                 exact_tokens=exact,
                 approximate_tokens=prefill.prompt_tokens - exact,
             )
-
-
-class Sampler:
-    """Chooses the tokens of one sequence. One seed gives one choice, whatever else is in the batch."""
-
-    def __init__(self, sampling: Sampling):
-        """Raises ConfigError for a temperature or a top_p that is out of range."""
-        if not 0.0 <= sampling.temperature < math.inf:
-            raise ConfigError(f"temperature is a number from 0 on, not {sampling.temperature}")
-        if not 0.0 < sampling.top_p <= 1.0:
-            raise ConfigError(f"top_p is above 0 and at most 1, not {sampling.top_p}")
-        self.greedy = sampling.temperature < TEMPERATURE_MIN
-        self._sampling = sampling
-        self._generator = torch.Generator()
-        if sampling.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(sampling.seed % 2**63)
-
-    def choose(self, logits: torch.Tensor) -> int:
-        """One token by `[vocab]` logits of any float dtype, on any device."""
-        if self.greedy:
-            return int(logits.argmax())
-        chances = probabilities(logits, self._sampling.temperature, self._sampling.top_p)
-        return int(torch.multinomial(chances, 1, generator=self._generator))
-
-
-def probabilities(logits: torch.Tensor, temperature: float, top_p: float) -> torch.Tensor:
-    """The chances, fp32 `[vocab]` on the CPU, of the tokens that nucleus sampling keeps; 0 for others.
-
-    Kept are the likeliest tokens up to the one with which they reach `top_p` together (Holtzman et al.,
-    *The Curious Case of Neural Text Degeneration*, 2020). They are not scaled up to a sum of 1.
-    """
-    # Infinities and NaN, which a model in half precision can give, must not fail a whole batch.
-    scores = logits.float().cpu().nan_to_num(nan=-_LARGE, posinf=_LARGE, neginf=-_LARGE)
-    chances = ((scores - scores.max()) / temperature).softmax(dim=-1)
-    if top_p < 1.0:
-        falling, order = chances.sort(descending=True, stable=True)
-        chances[order[falling.cumsum(-1) - falling >= top_p]] = 0.0
-    return chances
-
-
-def _sample(samplers: Sequence[Sampler], logits: torch.Tensor) -> list[int]:
-    """One token for each row of `[B, vocab]` logits."""
-    likeliest = logits.argmax(dim=-1).tolist()  # for all rows at once: one wait for the device
-    return [
-        token if sampler.greedy else sampler.choose(row)
-        for sampler, token, row in zip(samplers, likeliest, logits, strict=True)
-    ]
 
 
 def _by_source(prefill: Prefill) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from p2pcache.serve import openai
 from p2pcache.serve.config import ServeConfig
 from p2pcache.serve.engine import Generation
 from p2pcache.serve.generate import Answer, Locator, Refused, Unavailable, generate
+from p2pcache.serve.metrics import IngressMetrics
 from p2pcache.serve.models import load_tokenizer
 from p2pcache.serve.openai import Asked, BadRequest
 from p2pcache.serve.prompt import Detokenizer, Prompt, Prompts, StopText
@@ -44,6 +46,7 @@ class _Run:
         self._answer = Answer()
         self._writer = openai.Writer(asked)
         self._located = False
+        self._started_s = time.monotonic()
 
     async def response(self) -> Any:
         pieces = self._pieces()
@@ -64,21 +67,26 @@ class _Run:
         locator = self._ingress._model.locator
         route = await locator.route(self._request) if locator is not None else None
         self._located = route is not None and route.held is not None
+        metrics = self._ingress._metrics
+        metrics.routed("unasked" if route is None else "located" if self._located else "late")
         detokenizer, stop = Detokenizer(self._ingress._tokenizer), StopText(self._asked.stops)
         tokens = generate(self._ingress._replicas, self._request, route, self._ingress._config, self._answer)
         try:
             first = True
             async for ids in tokens:
                 text = stop.add("".join(detokenizer.add(token) for token in ids))
+                if first:
+                    metrics.first_token(time.monotonic() - self._started_s)
                 if text or first:
                     first = False
                     yield text
                 if stop.found:
                     self._answer.finish = "stop"
-                    return
+                    break
             yield stop.add(detokenizer.rest()) + stop.rest()
             if stop.found:
                 self._answer.finish = "stop"
+            metrics.answered(self._answer.attempts, len(self._request.tokens), self._answer.cached)
         finally:
             await tokens.aclose()
 
@@ -91,7 +99,9 @@ class _Run:
                 if piece:
                     yield self._writer.piece(piece)
             yield self._writer.end(self._answer.finish, self._usage())
+            self._ingress._metrics.ended(200)
         except (Refused, Unavailable) as error:  # the headers have gone: it can only be said in the stream
+            self._ingress._metrics.ended(503)
             yield self._writer.failed(str(error))
         finally:
             await pieces.aclose()
@@ -128,6 +138,7 @@ class Ingress:
         self._tokenizer = load_tokenizer(config)
         self._prompts = Prompts(self._tokenizer)
         self._client = p2pcache.connect(required=False) if config.cache else None
+        self._metrics = IngressMetrics(config.model_name)
         self._learning = asyncio.Lock()
         self._model: _Model | None = None
 
@@ -145,6 +156,12 @@ class Ingress:
         return await self._answered(request, chat=True)
 
     async def _answered(self, request: Request, *, chat: bool) -> Any:
+        response = await self._response(request, chat=chat)
+        if not isinstance(response, StreamingResponse):  # a stream counts itself, at its end
+            self._metrics.ended(response.status_code)
+        return response
+
+    async def _response(self, request: Request, *, chat: bool) -> Any:
         try:
             asked = openai.read(await _json(request), chat=chat)
             if asked.model != self._config.model_name:

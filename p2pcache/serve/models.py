@@ -48,27 +48,12 @@ def make_transformers(config: ServeConfig, client: Client | None) -> ServingEngi
         name=config.model_name,
         tenant=_tenant(config),
     )
-    return _Described(
+    return ServingEngine(
         engine,
         content_reuse=config.content_reuse,
         pull_budget_s=config.pull_budget_s,
         storing_bytes_max=int(STORING_SHARE * config.memory_bytes_max),
     )
-
-
-class _Described(ServingEngine):
-    """Says what an ingress must know."""
-
-    def describe(self) -> dict[str, Any]:
-        """The namespace of its KV, the longest prompt with its answer, and which tokens end an answer."""
-        model = self.engine.model
-        ends = model.generation_config.eos_token_id
-        return {
-            "namespace": self.engine.cache.namespace if self.engine.cache is not None else None,
-            "context_tokens": self.engine.context_tokens or 2**31,
-            "vocabulary": model.config.get_text_config().vocab_size,
-            "stop": [ends] if isinstance(ends, int) else list(ends or []),
-        }
 
 
 def _tenant(config: ServeConfig) -> bytes | None:

@@ -10,10 +10,12 @@ from typing import Any
 import p2pcache
 from p2pcache.api import Client
 from p2pcache.serve.admission import AdmissionConfig, Refused
-from p2pcache.serve.batcher import Batcher, Closing, End, EngineFailed, Stream, Token
+from p2pcache.serve.batcher import Batcher
 from p2pcache.serve.config import ServeConfig
 from p2pcache.serve.engine import Engine, Generation
+from p2pcache.serve.metrics import ReplicaMetrics
 from p2pcache.serve.route import Route
+from p2pcache.serve.stream import Closing, End, EngineFailed, Stream, Token
 from p2pcache.types import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -36,6 +38,7 @@ class Replica:
             queue_max=config.queue_max,
         )
         self._batcher = Batcher(self._engine, limits)
+        self._metrics = ReplicaMetrics(config.model_name)
 
     async def generate(
         self, request: Generation, *, route: Route | None = None
@@ -69,7 +72,8 @@ class Replica:
         return {"batcher": self._batcher.stats(), "engine": engine}
 
     async def check_health(self) -> None:
-        """Serve asks; an exception has this replica replaced."""
+        """Serve asks every few seconds; an exception has this replica replaced."""
+        self._metrics.update(self._batcher.stats(), getattr(self._engine, "stats", dict)())
         self._batcher.check_health()
 
     async def __del__(self) -> None:

@@ -8,6 +8,7 @@ lab_client.py follow                 who is alive for Ray and who is a member, w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -98,7 +99,8 @@ def follow() -> None:
     with p2pcache.connect() as client:
         while not ended.wait(0.1):
             alive = sorted(n.name for n in alive_nodes(True))
-            members = next(n["members"] for n in client.mesh(0.2) if n["name"] == client.node)
+            with contextlib.suppress(p2pcache.types.RemoteError):
+                members = next(n["members"] for n in client.mesh(0.3) if n["name"] == client.node)
             if (alive, members) != last:
                 last = (alive, members)
                 say(at_s=time.monotonic(), alive=alive, members=members)

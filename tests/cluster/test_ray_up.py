@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from cluster.lab import Lab, login_environment
 from tests.cluster.test_ray_mesh import eventually
@@ -178,8 +179,19 @@ def test_a_host_of_the_yaml_that_has_no_node_is_shown_with_the_reason(up: Up):
 
 
 def test_a_host_that_is_added_joins_by_itself(up: Up):
-    up.write_yaml(["h2", "h3", "h4"])
-    up.ray_up("--no-restart")
+    """Set up as `ray up` would have done it: the local provider knows only the hosts that it began with."""
+    config = yaml.safe_load(up.yaml.read_text())
+    skipped = [f"--exclude={pattern}" for pattern in config["rsync_exclude"]]
+    ssh = (
+        "ssh -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -i "
+        + config["auth"]["ssh_private_key"]
+    )
+    for target, source in config["file_mounts"].items():
+        there = f"root@{up.lab.address('h4')}:{target}/"
+        up.on("launcher", "rsync", "-a", "-e", ssh, *skipped, f"{source}/", there)
+    head = f"export RAY_HEAD_IP={up.lab.address('h1')}; "
+    for command in config["setup_commands"] + config["worker_start_ray_commands"]:
+        up.on("h4", "bash", "-c", head + command)
     up.wait_for("h1", "h2", "h3", "h4")
 
 

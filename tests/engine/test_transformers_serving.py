@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from p2pcache import EmbeddedMesh, NodeConfig
 from p2pcache.blend.sparse import decode, full_prefill
+from p2pcache.integrations.sampling import Sampler, probabilities
 from p2pcache.integrations.transformers import TransformersEngine
-from p2pcache.integrations.transformers_serving import Sampler, ServingEngine, probabilities
+from p2pcache.integrations.transformers_serving import ServingEngine
 from p2pcache.results import Prefetch
 from p2pcache.serve.engine import Engine, Generation, Sampling
 from p2pcache.types import ConfigError

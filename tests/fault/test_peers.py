@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -152,6 +153,31 @@ def test_a_frozen_holder_is_a_miss_at_the_deadline_and_serves_again_once_it_goes
         victim.thaw()
         assert fetch(cache, lookup, 10.0) == ([None] * 2, True)
         until(lambda: at_rest(victim.state()), "the tickets of the time it was frozen closed")
+
+
+def test_what_came_is_kept_where_one_of_several_holders_is_frozen(tmp_path: Path, opened: Callable) -> None:
+    common = {"host_bytes_max": 64 * MIB, "transports": ["tcp"]}
+    with mesh(
+        tmp_path, [common | {"name": "reader"}], [common | {"name": "victim"}, common | {"name": "other"}]
+    ) as ((reader,), (victim, other)):
+        run = tokens(1024)
+        victim.store(512, 256)  # the run's first half
+        other.store(1024, 256)
+        cache = opened(reader)
+        lookup = cache.lookup(run, chunker=FixedChunker(256), budget_s=PATIENCE_S)
+        from_victim = tuple(
+            dataclasses.replace(f, holders=tuple(h for h in f.holders if h.node == "victim") or f.holders)
+            for f in (c.found[0] for c in lookup.chunks)
+        )
+        chunks = tuple(
+            dataclasses.replace(c, found=(f,)) for c, f in zip(lookup.chunks, from_victim, strict=True)
+        )
+        victim.freeze()
+        misses, sound = fetch(cache, dataclasses.replace(lookup, chunks=chunks), 1.0)
+        assert misses == [Miss.DEADLINE, Miss.DEADLINE, None, None] and sound
+        nodes = {n["name"]: n for n in cache.client.mesh(1.0)}
+        assert "error" in nodes["victim"] and "error" not in nodes["other"]
+        victim.thaw()
 
 
 def test_a_holder_frozen_in_the_middle_of_a_tcp_pull_frees_the_destination_and_serves_again(

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from p2pcache.serve.admission import AdmissionConfig, Busy, TooLarge
-from p2pcache.serve.batcher import Batcher, Closing, End, EngineFailed, Stream, Token
+from p2pcache.serve.batcher import Batcher
 from p2pcache.serve.engine import Engine, Generation
+from p2pcache.serve.stream import Closing, End, EngineFailed, Stream, Token
 from p2pcache.types import ConfigError, NodeDown
 
 BOUND_S = 20.0  # no test takes as long, unless it hangs
@@ -45,6 +46,7 @@ class FakeEngine:
         self.wrong: list[str] = []
         self.sequences: list[FakeSequence] = []
         self.begin_threads: set[int] = set()
+        self.far: set[int] = set()  # sequences whose bytes have not come
         self._changed = threading.Condition()
         self._inside: threading.Thread | None = None
         self._thread: threading.Thread | None = None
@@ -55,6 +57,9 @@ class FakeEngine:
         self._call("begin", [sequence])
         self.sequences.append(sequence)
         return sequence
+
+    def ready(self, sequence: FakeSequence) -> bool:
+        return sequence.name not in self.far
 
     def prefill(self, sequence: FakeSequence) -> int:
         self.expect(not sequence.finished and not sequence.made, "prefilled once, and not after its end")
@@ -423,6 +428,32 @@ class TestQueue:
 
 
 STAGES = ("waiting", "prefilling", "decoding")
+
+
+class TestReadiness:
+    def test_whose_bytes_are_here_is_prefilled_before_whose_are_not(self):
+        async def scenario(batcher: Batcher, engine: FakeEngine) -> None:
+            gate = engine.hooks["prefill"] = Gate(1)
+            engine.far = {2}
+            asked = [asyncio.create_task(answer(batcher, ask(name, 2))) for name in (1,)]
+            await gate.reached()
+            streams = [await batcher.submit(ask(name, 2)) for name in (2, 3)]
+            gate.open()
+            for stream in streams:
+                await read(stream)
+            await asked[0]
+            assert engine.methods("prefill") == [("prefill", (1,)), ("prefill", (3,)), ("prefill", (2,))]
+
+        play(scenario)
+
+    def test_where_no_bytes_are_here_the_first_is_prefilled_all_the_same(self):
+        async def scenario(batcher: Batcher, engine: FakeEngine) -> None:
+            engine.far = {1, 2}
+            first = await batcher.submit(ask(1, 1))
+            assert (await read(first))[0] == expected(1, 1)
+            assert (await answer(batcher, ask(2, 1)))[0] == expected(2, 1)
+
+        play(scenario)
 
 
 class TestCancellation:
