@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-engine test-gpu lint clean
+.PHONY: help setup demo test test-fast test-engine test-cluster test-gpu lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ test-fast: $(STAMP) ## without a model, a Ray cluster, a GPU or a build
 
 test-engine: $(STAMP) ## with the small model, on the CPU
 	@$(PYTEST) -m engine
+
+test-cluster: $(STAMP) ## on Ray: one machine, Serve, and `ray up` in a lab of namespaces (the lab as root)
+	@$(PYTEST) -m cluster
 
 test-gpu: $(STAMP) ## on a CUDA device
 	@$(PYTEST) -m gpu

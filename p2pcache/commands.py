@@ -299,18 +299,35 @@ def _join_ray(address: str) -> None:
 
 
 def _any_client(path: str | None) -> Any:
-    """A connection to a node on this host: the one named, or any that answers."""
+    """A connection to a node on this host: the one named, or any that answers, if all are of one mesh."""
     from p2pcache.api import connect
     from p2pcache.discovery import sockets_here
 
     if path is not None:
         return connect(path)
-    for candidate in sockets_here():
+    sockets = sockets_here()
+    chosen, known = None, set()
+    for candidate in sockets:
         try:
-            return connect(candidate)
+            client = connect(candidate)
         except (NodeDown, RemoteError):
             continue
-    return connect()
+        if len(sockets) == 1:
+            return client
+        try:
+            mesh = {(n["name"], n.get("incarnation")) for n in client.mesh()}
+        except (NodeDown, RemoteError):
+            client.close()
+            continue
+        if chosen is None:
+            chosen, known = client, mesh
+            continue
+        client.close()
+        if not mesh & known:
+            chosen.close()
+            raise ConfigError(f"several meshes run on this host; choose with --socket: {', '.join(sockets)}")
+        known |= mesh
+    return chosen or connect()
 
 
 def _read_tokens(path: str) -> list[int]:

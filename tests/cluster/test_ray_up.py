@@ -107,6 +107,8 @@ class Running:
 
     def _read(self) -> None:
         for line in self.process.stdout:
+            if not line.startswith("{"):
+                continue  # Ray's own words
             with self._news:
                 self.lines.append(json.loads(line))
                 self._news.notify_all()
@@ -161,6 +163,23 @@ def test_kv_of_one_host_is_pulled_by_another(up: Up, transport: str):
     got = up.client("h3", "fetch", seed, 16)
     assert got["came"] == 16 and got["wrong"] == 0 and got["how"] == {transport: 16}, got
     assert list(got["peers"]) == [up.name("h1")]
+
+
+def test_counts_are_on_rays_metrics_endpoint_of_each_host_and_the_page_on_the_head(up: Up):
+    def pulled() -> bool:
+        text = up.on(
+            "launcher", "curl", "-sS", "--max-time", "20", f"http://{up.lab.address('h3')}:8080/metrics"
+        )
+        pulls = [
+            line for line in text.splitlines() if "p2pcache_pulls_total" in line and 'transport="tcp"' in line
+        ]
+        return any(float(line.rsplit(" ", 1)[1]) == 16 for line in pulls)
+
+    eventually(pulled, 40)  # Ray collects every few seconds
+    page = up.on("h1", "curl", "-sS", "--max-time", "20", "http://127.0.0.1:8299/api/mesh.json")
+    assert all(host in page for host in ("h1-", "h2-", "h3-"))
+    there = ["curl", "-sS", "--max-time", "5", f"http://{up.lab.address('h1')}:8299/"]
+    assert up.lab.run("h2", there, capture_output=True).returncode == 7, "it has no login: loopback alone"
 
 
 def test_a_host_of_the_yaml_that_has_no_node_is_shown_with_the_reason(up: Up):
@@ -285,7 +304,7 @@ def test_a_gcs_that_starts_again_finds_the_mesh_as_it_was(up: Up):
 
 
 GCS_AGAIN = """
-pid=$(pgrep -f /gcs/gcs_server)
+pid=$(pgrep -f '/gcs/[g]cs_server')
 mapfile -d '' -t words < /proc/$pid/cmdline
 mapfile -d '' -t environment < /proc/$pid/environ
 kill -9 $pid
@@ -342,7 +361,7 @@ def busy_host(up: Up, hosts: tuple[str, ...]) -> str:
     """The host whose replica has used most of the processor during a short while."""
 
     def ticks(host: str) -> int:
-        count = "for p in $(pgrep -f ServeReplica:p2pcache:Replica); do cut -d' ' -f14,15 /proc/$p/stat; done"
+        count = "for p in $(pgrep -f [S]erveReplica:p2pcache:Replica); do cut -d' ' -f14,15 /proc/$p/stat; done"
         return sum(map(int, up.on(host, "bash", "-c", count).split()))
 
     before = {host: ticks(host) for host in hosts}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
-from p2pcache import EmbeddedMesh, FixedChunker, KVLayout, Namespace, NodeConfig
+import p2pcache
+from p2pcache import EmbeddedMesh, FixedChunker, KVLayout, Miss, Namespace, NodeConfig
 from p2pcache.api import Cache
 from p2pcache.core.membership import View
+from p2pcache.discovery import SOCKET_VARIABLE
 from p2pcache.node.fence import Fence
 from p2pcache.types import Fenced, NodeDown
 from tests.fault.node_process import PATIENCE_S, until
@@ -195,3 +199,47 @@ def test_a_closed_node_answers_nobody(mesh: EmbeddedMesh):
     mesh.nodes[0].close()
     with pytest.raises(NodeDown):
         mesh.nodes[0].drain(1.0)
+
+
+def test_a_client_that_came_before_its_node_uses_it_once_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv(SOCKET_VARIABLE, str(tmp_path / "here"))
+    with pytest.raises(NodeDown):
+        p2pcache.connect()
+    with p2pcache.connect(required=False) as client:
+        early = client.open(NAMESPACE)
+        assert client.node == ""
+        run = torch.arange(256)
+        lookup = early.lookup(run, chunker=CHUNKS)
+        assert {c.miss for c in lookup.chunks} == {Miss.NODE_DOWN}
+        assert early.store(early.chunks(run, CHUNKS), torch.randn(NAMESPACE.layout.shape(256))).stored == 0
+        with EmbeddedMesh([NodeConfig(name="late", host_bytes_max=8 * MIB)]) as mesh:
+            (tmp_path / "here").symlink_to(mesh.nodes[0].socket_path)
+            until(lambda: stored(early, run), "the client has found its node")
+            assert client.node == "late"
+
+
+def stored(cache: Cache, run: torch.Tensor) -> bool:
+    kept = cache.store(cache.chunks(run, CHUNKS), torch.zeros(NAMESPACE.layout.shape(len(run))))
+    return kept.stored + kept.resident == 4
+
+
+def test_two_meshes_on_one_machine_are_not_mixed_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    from p2pcache import cli
+
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    folder = tmp_path / f"p2pcache-{os.geteuid()}"
+    config = NodeConfig(host_bytes_max=MIB, runtime_dir=str(folder))
+    with EmbeddedMesh([config.replace(name="a"), config.replace(name="b")]) as one:
+        assert cli.main(["status"]) == 0, "several nodes of one mesh are no question"
+        assert capsys.readouterr().out.count("host ") == 2
+        with EmbeddedMesh([config.replace(name="a")]) as two:
+            assert cli.main(["status"]) == 2
+            assert "several meshes run on this host; choose with --socket" in capsys.readouterr().err
+            assert cli.main(["status", "--socket", two.nodes[0].socket_path]) == 0
+            assert capsys.readouterr().out.count("host ") == 1
+    assert one.nodes[0].member.name == "a"
