@@ -9,12 +9,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from p2pcache.actor import RAY_NAMESPACE
 from p2pcache.config import NodeConfig
 from p2pcache.core.membership import Member
-from p2pcache.io.members_ray import head_node_id
+from p2pcache.io.members_ray import HEAD_RESOURCE
 from p2pcache.supervisor import POLL_S, SUPERVISOR, Supervisor
 from p2pcache.types import ConfigError, NodeDown, P2PCacheError
 
@@ -45,14 +44,13 @@ class Mesh:
             NodeConfig.of({k: v for k, v in {**settings, **own}.items() if (k, v) != ("host", "node-ip")})
         with suppress(NodeDown):
             return Mesh.find()._with(settings)
-        head = head_node_id()
         supervisor = Supervisor.options(  # type: ignore[attr-defined]
             name=SUPERVISOR,
             namespace=RAY_NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
-            # A worker that dies must not take the supervisor along; soft, so that it starts all the same.
-            scheduling_strategy=NodeAffinitySchedulingStrategy(head, soft=True) if head else None,
+            # A worker that dies must not take the supervisor along. (A soft node affinity is not kept.)
+            resources={HEAD_RESOURCE: 0.001},
         ).remote(settings, by_node or {}, labelled_only, dashboard)
         return Mesh(supervisor)
 

@@ -2,8 +2,8 @@
 
 It polls the GCS, asks every node who it is, and hands the View to whoever follows another one. While
 the GCS does not answer, the View stays as it is. What it decides is in `core/roster.py`; here are the
-hands. It is detached, found by its name, and prefers the head's host, so that a worker that dies does
-not take it along; restarted elsewhere, it finds the node actors by their names and goes on.
+hands. It is detached, found by its name, and stands on the head's host, so that a worker that dies does
+not take it along; restarted, it finds the node actors by their names and goes on.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import ray
 
 LABEL = "p2pcache"
 NAME_LABEL = "p2pcache-name"
+HEAD_RESOURCE = "node:__internal_head__"  # which Ray gives to the head's host alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +35,3 @@ def alive_nodes(labelled_only: bool) -> list[RayNode]:
         name = labels.get(NAME_LABEL) or f"{node['NodeManagerHostname']}-{node['NodeID'][:6]}"
         found.append(RayNode(node["NodeID"], name, labels))
     return found
-
-
-def head_node_id() -> str | None:
-    """The Ray node that the head runs on; None where no live node says so."""
-    heads = (n for n in ray.nodes() if n["Alive"] and "node:__internal_head__" in n["Resources"])
-    return next((n["NodeID"] for n in heads), None)
