@@ -234,5 +234,6 @@ def _reason(text: str) -> tuple[str, bool]:
     """
     last = text.strip().splitlines()[-1] if text.strip() else ""
     _, refused, words = last.rpartition("ConfigError: ")
-    missing = "No module named" in last
-    return words[:500], bool(refused) or missing
+    if "No module named 'p2pcache" in last:
+        return f"p2pcache is not installed on that host ({words[:200]})", True
+    return words[:500], bool(refused) or "No module named" in last
