@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -17,7 +18,7 @@ from p2pcache.config import NodeConfig
 from p2pcache.core.membership import Member
 from p2pcache.io.members_ray import RayNode
 from p2pcache.metrics_ray import RayExporter
-from p2pcache.runtime import NodeRuntime
+from p2pcache.runtime import NodeRuntime, runtime_folder
 from p2pcache.types import NodeDown
 
 RAY_NAMESPACE = "p2pcache"
@@ -37,7 +38,19 @@ def node_actor(node: RayNode, settings: Mapping[str, Any]) -> Any:
         get_if_exists=True,
         max_restarts=-1,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
-    ).remote({"name": node.name, **settings})
+    ).remote({**settings, "name": node.name}, node.node_id)
+
+
+def existing_actors() -> dict[str, Any]:
+    """Ray node id -> handle, of all node actors that there are."""
+    found = {}
+    prefix = node_actor_name("")
+    for known in ray.util.list_named_actors(all_namespaces=True):
+        name = known["name"]
+        if known["namespace"] == RAY_NAMESPACE and name.startswith(prefix):
+            with suppress(ValueError):  # gone since
+                found[name.removeprefix(prefix)] = ray.get_actor(name, namespace=RAY_NAMESPACE)
+    return found
 
 
 @ray.remote(num_cpus=0, max_concurrency=4)
@@ -45,17 +58,20 @@ class NodeActor:
     """Holds one `NodeRuntime`. A restart by Ray is a new incarnation with an empty host tier.
 
     Drained, it stays as an actor without a runtime, so that whoever supervises next knows that this host
-    has left on purpose.
+    has left on purpose. A file in the runtime folder says so to a restarted actor; it is of this Ray node.
     """
 
-    def __init__(self, settings: Mapping[str, Any]):
+    def __init__(self, settings: Mapping[str, Any], node_id: str):
         settings = dict(settings)
         if settings.get("host") == "node-ip":
             settings["host"] = ray.util.get_node_ip_address()
         self._config = NodeConfig.of(settings)
         self._lock = threading.Lock()  # over starting and stopping the runtime
         self._told: list[Any] | None = None
-        self._runtime: NodeRuntime | None = NodeRuntime.start(self._config)
+        self._drained = runtime_folder(self._config) / f"{node_id}.drained"
+        self._runtime: NodeRuntime | None = None
+        if not self._drained.exists():
+            self._runtime = NodeRuntime.start(self._config)
         self._stopping = threading.Event()
         threading.Thread(
             target=RayExporter().run, args=(self.status, self._stopping), name="p2pcache-metrics", daemon=True
@@ -91,13 +107,22 @@ class NodeActor:
         runtime = self._runtime
         return runtime.drain(budget_s) if runtime is not None else {"bodies": 0, "bytes": 0, "left": 0}
 
+    def stay(self) -> None:
+        """The drain has been called off."""
+        runtime = self._runtime
+        if runtime is not None:
+            runtime.stay()
+
     def retire(self) -> None:
         """The mesh has gone on without this node: let its last readers end, then stop it."""
         with self._lock:
+            self._drained.touch()
             runtime, self._runtime = self._runtime, None
             if runtime is not None:
-                runtime.quiet(_QUIET_S)
-                runtime.close()
+                try:
+                    runtime.quiet(_QUIET_S)
+                finally:
+                    runtime.close()
 
     def revive(self) -> None:
         """Come back after a drain, as a new incarnation. Raises ConfigError where it cannot."""
@@ -105,11 +130,13 @@ class NodeActor:
             if self._runtime is None:
                 self._told = None
                 self._runtime = NodeRuntime.start(self._config)
+            self._drained.unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Withdraw from the machine: sockets, memory, files. The actor itself is then killed."""
         self._stopping.set()
         with self._lock:
+            self._drained.unlink(missing_ok=True)
             runtime, self._runtime = self._runtime, None
             if runtime is not None:
                 runtime.close()

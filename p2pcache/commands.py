@@ -43,13 +43,13 @@ def start(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             f"no Ray node carries the label: start Ray with --labels={LABEL}=1, or pass --all-nodes"
         )
-    if arguments.dashboard:
-        _addresses(arguments.dashboard, "--dashboard")
+    if arguments.dashboard and len(_addresses(arguments.dashboard, "--dashboard")) != 1:
+        raise ConfigError(f"--dashboard takes one address, not {arguments.dashboard!r}")
     mesh = Mesh.ensure(settings, labelled_only=not arguments.all_nodes, dashboard=arguments.dashboard or None)
     try:
         members = mesh.wait_for(arguments.wait or len(nodes))
     except NodeDown:
-        if not mesh.status()["members"]:  # nothing runs: leave nothing that the next try would find
+        if mesh.made_here and not mesh.status()["members"]:  # leave nothing that the next try would find
             mesh.stop()
         raise
     if arguments.json:
@@ -131,10 +131,10 @@ def status(arguments: argparse.Namespace) -> int:
     nodes = _statuses(arguments)
     if arguments.json:
         print(json.dumps(nodes))
-        return 0
+        return 1 if any("error" in n for n in nodes) else 0
     for node in nodes:
         if "error" in node:
-            print(f"{node['name']}: not in the mesh: {node['error']}")
+            print(f"{_plain(node['name'])}: not in the mesh: {_plain(node['error'])}")
             continue
         count = node["counters"]
         hits, chunks = count["hits_exact"] + count["hits_content"], count["chunks"]
@@ -143,8 +143,9 @@ def status(arguments: argparse.Namespace) -> int:
             f"NVMe {_size(nvme['used_bytes'])} of {_size(nvme['capacity_bytes'])}" if nvme else "no NVMe tier"
         )
         share = f"{hits / chunks:.0%} of {chunks:,} chunks found" if chunks else "nothing asked yet"
+        name = _plain(node["name"])
         print(
-            f"{node['name']}: host {_size(node['host']['bytes'])} of {_size(node['host']['bytes_max'])}"
+            f"{name}: host {_size(node['host']['bytes'])} of {_size(node['host']['bytes_max'])}"
             f" ({node['host']['bodies']:,} bodies), {below}; {share}; {node['leases']} leases"
         )
         served = [f"{count['served_' + s]:,} {s}" for s in ("local", "nvme", "peer") if count["served_" + s]]
@@ -279,13 +280,23 @@ def _pair(text: str) -> tuple[str, str]:
     return name, value
 
 
+def _plain(text: object) -> str:
+    """What others say, safe for a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))
+
+
 def _join_ray(address: str) -> None:
     import logging
 
     import ray
+    from ray._private.utils import read_ray_address
 
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or read_ray_address() or "auto"
     host, colon, port = address.rpartition(":")
-    if colon:  # ask by ourselves first: Ray would try for a minute, and log all of it
+    if (
+        colon and "://" not in address
+    ):  # ask by ourselves first: Ray would try for a minute, and log all of it
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
         except (OSError, ValueError, OverflowError):

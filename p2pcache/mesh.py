@@ -8,12 +8,12 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from p2pcache.actor import RAY_NAMESPACE
 from p2pcache.config import NodeConfig
 from p2pcache.core.membership import Member
-from p2pcache.io.members_ray import HEAD_RESOURCE
+from p2pcache.io.members_ray import HEAD_RESOURCE, NAME_LABEL
 from p2pcache.supervisor import POLL_S, SUPERVISOR, Supervisor
 from p2pcache.types import ConfigError, NodeDown, P2PCacheError
 
@@ -23,8 +23,10 @@ _ANSWER_S = 60.0
 class Mesh:
     """The mesh of one Ray cluster. Needs `ray.init` before."""
 
-    def __init__(self, supervisor: Any):
+    def __init__(self, supervisor: Any, made_here: bool = False):
+        """made_here: whether this process has started it, rather than found it."""
         self._supervisor = supervisor
+        self.made_here = made_here
 
     @staticmethod
     def ensure(
@@ -40,10 +42,12 @@ class Mesh:
         `address:port` of the mesh's web page, on the supervisor's host.
         """
         settings = dict(settings or {})
+        if any("name" in own for own in (settings, *(by_node or {}).values())):
+            raise ConfigError(f"on Ray a node has its host's name, or that of --labels={NAME_LABEL}=NAME")
         for own in ({}, *(by_node or {}).values()):  # a misspelt setting fails here, in front of the user
             NodeConfig.of({k: v for k, v in {**settings, **own}.items() if (k, v) != ("host", "node-ip")})
         with suppress(NodeDown):
-            return Mesh.find()._with(settings)
+            return Mesh.find()._with(settings, by_node or {}, labelled_only)
         supervisor = Supervisor.options(  # type: ignore[attr-defined]
             name=SUPERVISOR,
             namespace=RAY_NAMESPACE,
@@ -52,11 +56,18 @@ class Mesh:
             # A worker that dies must not take the supervisor along. (A soft node affinity is not kept.)
             resources={HEAD_RESOURCE: 0.001},
         ).remote(settings, by_node or {}, labelled_only, dashboard)
-        return Mesh(supervisor)
+        return Mesh(supervisor, made_here=True)
 
-    def _with(self, settings: Mapping[str, Any]) -> Mesh:
+    def _with(
+        self, settings: Mapping[str, Any], by_node: Mapping[str, Mapping[str, Any]], labelled_only: bool
+    ) -> Mesh:
         """This running mesh, provided that it runs with these settings."""
-        running = self._ask("settings")
+        running, own, labelled = self._ask("settings")
+        if labelled != labelled_only:
+            which = "labelled nodes only" if labelled else "all nodes"
+            raise ConfigError(f"the mesh already runs on {which}; `p2pcache stop` it first")
+        if by_node and {n: dict(s) for n, s in by_node.items()} != own:
+            raise ConfigError("the mesh already runs with other settings of single nodes")
         other = {k: running.get(k, "the default") for k, v in settings.items() if running.get(k) != v}
         if other:
             words = ", ".join(f"{name}: {value}" for name, value in other.items())
@@ -78,10 +89,11 @@ class Mesh:
         until_s = time.monotonic() + timeout_s
         state: dict[str, Any] = {"members": [], "errors": {}, "hopeless": []}
         while time.monotonic() < until_s:
-            try:
-                state = ray.get(self._supervisor.members.remote(), timeout=timeout_s)
-            except GetTimeoutError:
-                break
+            with suppress(RayActorError):  # it is on its way up, or up again
+                try:
+                    state = ray.get(self._supervisor.members.remote(), timeout=timeout_s)
+                except GetTimeoutError:
+                    break
             if len(state["members"]) >= nodes and state["agreed"]:
                 return [Member.from_wire(m) for m in state["members"]]
             if state["hopeless"] and len(state["members"]) + len(state["hopeless"]) >= nodes:
@@ -124,3 +136,5 @@ class Mesh:
             raise
         except GetTimeoutError:
             raise NodeDown(f"the supervisor did not answer within {timeout_s:.0f} s") from None
+        except RayActorError as error:
+            raise NodeDown(f"the supervisor does not answer ({type(error).__name__}); try again") from None

@@ -95,6 +95,10 @@ class NodeRuntime:
         """Hand the node's hottest bodies to its peers; see `Node.drain`."""
         return self.call(self.node.drain(budget_s), budget_s + CALL_TIMEOUT_S)
 
+    def stay(self) -> None:
+        """The drain has been called off."""
+        self._loop.call_soon_threadsafe(self.node.stay)
+
     def quiet(self, budget_s: float) -> bool:
         """Wait until no peer reads from the node. False where one still did at the end."""
         return self.call(self.node.quiet(budget_s), budget_s + CALL_TIMEOUT_S)
@@ -158,7 +162,7 @@ class NodeRuntime:
                 segment_bytes=config.segment_bytes,
             )
             self._closers.append(nvme.close)
-        folder = _runtime_folder(config)
+        folder = runtime_folder(config)
         remove_left_over(folder)
         self.socket_path = str(folder / f"{incarnation:016x}.sock")
         transports = _transports(config, self.socket_path)
@@ -216,8 +220,8 @@ def _transports(config: NodeConfig, socket_path: str) -> list[Transport]:
     return made
 
 
-def _runtime_folder(config: NodeConfig) -> Path:
-    """The 0700 folder of the engine socket."""
+def runtime_folder(config: NodeConfig) -> Path:
+    """The 0700 folder of the engine socket. Raises ConfigError where it cannot be one."""
     if config.runtime_dir:
         return private_folder(Path(config.runtime_dir))
     base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()

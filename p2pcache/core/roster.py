@@ -4,12 +4,13 @@ The supervisor's memory without its hands: it is told what was seen, heard and w
 whom to ask, which View holds and who has to be told of it. A name belongs to one node; a second one
 that claims it is kept out until the first has gone. A supervisor that has just started (again) says
 nothing before it has heard every node, or has waited `settle_s`: else its first words would throw
-members out of a mesh that is well.
+members out of a mesh that is well. A member that does not answer stays one: whether a host is alive is
+Ray's to say, and a node that is dead is told by another incarnation in its place, or by none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from p2pcache.core.membership import Member, View
@@ -23,10 +24,12 @@ class _Entry:
     """One live host."""
 
     name: str
+    had_node: bool = False  # a node was there already when this supervisor first saw the host
     member: Member | None = None
     told: Told | None = None
     error: str = ""
-    retry_s: float = 0.0  # not before, after a failure that will not pass by itself
+    failures: int = 0  # in a row
+    retry_s: float = 0.0  # not before
     hopeless: bool = False
     drained: bool = False
 
@@ -40,20 +43,25 @@ class _Entry:
 class Roster:
     """All times are on one clock of the caller's, in seconds."""
 
-    started_s: float
     settle_s: float = 5.0
     retry_s: float = 10.0
+    _first_s: float | None = None  # when hosts were first seen
     _entries: dict[str, _Entry] = field(default_factory=dict)
 
     # -- what happened ---------------------------------------------------------------------------
 
-    def seen(self, names: Mapping[str, str]) -> list[str]:
-        """These hosts (id -> name) are alive, and no others. Returns the ids of those that have gone."""
+    def seen(self, names: Mapping[str, str], now_s: float, with_node: Collection[str] = ()) -> list[str]:
+        """These hosts (id -> name) are alive, and no others. Returns the ids of those that have gone.
+
+        with_node: ids of hosts that have a node already, which keeps its name against newcomers.
+        """
+        if self._first_s is None:
+            self._first_s = now_s
         gone = [i for i in self._entries if i not in names]
         for node_id in gone:
             del self._entries[node_id]
         for node_id in sorted(names):
-            self._entries.setdefault(node_id, _Entry(names[node_id]))
+            self._entries.setdefault(node_id, _Entry(names[node_id], node_id in with_node))
         self._settle_names()
         return gone
 
@@ -62,15 +70,18 @@ class Roster:
         entry = self._entries.get(node_id)
         if entry is not None:
             entry.member, entry.told = member, told
-            entry.error, entry.hopeless, entry.drained = "", False, False
+            entry.error, entry.hopeless, entry.drained, entry.failures = "", False, False, 0
 
     def failed(self, node_id: str, why: str, *, hopeless: bool, now_s: float) -> None:
-        """A node did not come up or did not answer. hopeless: it cannot, with the settings it has."""
+        """A node did not come up, or has died. hopeless: it cannot come up with the settings it has."""
         entry = self._entries.get(node_id)
         if entry is not None:
             entry.member = entry.told = None
-            entry.error, entry.hopeless = why or "it does not answer", hopeless
-            entry.retry_s = now_s + self.retry_s if hopeless else 0.0
+            entry.error, entry.hopeless = why or "it does not come up", hopeless
+            # The first failure of a node that was up is the rule at a restart; more of them are a pattern.
+            wait_s = self.retry_s if hopeless else min(2.0**entry.failures - 1.0, self.retry_s)
+            entry.failures += 1
+            entry.retry_s = now_s + wait_s
 
     def drained(self, node_id: str) -> None:
         """A node has left the mesh of its own, and its host is still there."""
@@ -87,7 +98,9 @@ class Roster:
 
     def settled(self, now_s: float) -> bool:
         """Whether the View may be told to anybody."""
-        return now_s >= self.started_s + self.settle_s or all(e.known for e in self._entries.values())
+        if self._first_s is None:
+            return False
+        return now_s >= self._first_s + self.settle_s or all(e.known for e in self._entries.values())
 
     def view(self) -> View:
         return View.of(e.member for e in self._entries.values() if e.member is not None)
@@ -140,10 +153,10 @@ class Roster:
                 entry.error, entry.hopeless = "", False
 
     def _clashes(self, node_id: str) -> bool:
-        """Whether another host came first with this name: one that is a member, or was seen before."""
+        """Whether another host came first with this name: a member, one with a node, or one seen before."""
         mine = self._entries[node_id]
         same = [i for i, e in self._entries.items() if e.name == mine.name]
         if len(same) == 1:
             return False
-        holder = next((i for i in same if self._entries[i].member is not None), same[0])
-        return node_id != holder
+        first = max(same, key=lambda i: (self._entries[i].member is not None, self._entries[i].had_node))
+        return node_id != first

@@ -192,6 +192,11 @@ class HostTier:
             raise InvariantError(f"a lease of slot {slot.offset} was released twice")
         slot.leases -= 1
 
+    def touch(self, exact: ExactKey) -> None:
+        """Count a use, without a lease."""
+        if exact in self._resident:
+            self._resident.move_to_end(exact)
+
     def pin(self, exact: ExactKey, until_s: float) -> bool:
         """Keep a body from eviction until then. False where it is not here."""
         slot = self._resident.get(exact)

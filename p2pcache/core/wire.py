@@ -36,6 +36,7 @@ PROTOCOL_VERSION = 1
 MESSAGE_BYTES_MAX = 16 << 20
 CHUNKS_MAX = 65_536
 BODIES_MAX = 8
+ADOPT_MAX = 32
 HOLDERS_MAX = 1024
 META_BYTES_MAX = 4096
 TEXT_MAX = 1024
@@ -210,8 +211,8 @@ OPS: dict[str, tuple[Check, Check]] = {
         _record(tickets=_list(_ticket, CHUNKS_MAX)),
     ),
     "adopt": (
-        _record(bodies=_list(BODY, CHUNKS_MAX), deadline_s=_number),
-        _record(adopted=_list(KEY, CHUNKS_MAX)),
+        _record(bodies=_list(BODY, ADOPT_MAX), deadline_s=_number),
+        _record(adopted=_list(KEY, ADOPT_MAX)),
     ),
     "pull.close": (_record(tokens=_list(TOKEN, CHUNKS_MAX)), NONE),
     "namespaces": (_record(descriptors=_list(DESCRIPTOR, 256)), _record(descriptors=_list(DESCRIPTOR, 256))),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from blake3 import blake3
 
 from p2pcache.serve.engine import Sampling
 from p2pcache.types import ConfigError
@@ -15,27 +16,35 @@ _LARGE = 1e30
 
 
 class Sampler:
-    """Chooses the tokens of one sequence. One seed gives one choice, whatever else is in the batch."""
+    """Chooses the tokens of one sequence.
 
-    def __init__(self, sampling: Sampling):
-        """Raises ConfigError for a temperature or a top_p that is out of range."""
+    One seed gives one choice at each place of an answer, whatever else is in the batch, and whichever
+    replica comes to that place.
+    """
+
+    def __init__(self, sampling: Sampling, drawn: int = 0):
+        """drawn: tokens of the answer that were chosen elsewhere. Raises ConfigError for a temperature or a
+        top_p that is out of range.
+        """
         if not 0.0 <= sampling.temperature < math.inf:
             raise ConfigError(f"temperature is a number from 0 on, not {sampling.temperature}")
         if not 0.0 < sampling.top_p <= 1.0:
             raise ConfigError(f"top_p is above 0 and at most 1, not {sampling.top_p}")
         self.greedy = sampling.temperature < TEMPERATURE_MIN
         self._sampling = sampling
+        self._place = drawn
         self._generator = torch.Generator()
-        if sampling.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(sampling.seed % 2**63)
+        self._generator.seed()
 
     def choose(self, logits: torch.Tensor) -> int:
         """One token by `[vocab]` logits of any float dtype, on any device."""
         if self.greedy:
             return int(logits.argmax())
         chances = probabilities(logits, self._sampling.temperature, self._sampling.top_p)
+        if self._sampling.seed is not None:
+            place = f"{self._sampling.seed}:{self._place}".encode()
+            self._generator.manual_seed(int.from_bytes(blake3(place).digest(8), "little") >> 1)
+        self._place += 1
         return int(torch.multinomial(chances, 1, generator=self._generator))
 
 
@@ -50,7 +59,9 @@ def probabilities(logits: torch.Tensor, temperature: float, top_p: float) -> tor
     chances = ((scores - scores.max()) / temperature).softmax(dim=-1)
     if top_p < 1.0:
         falling, order = chances.sort(descending=True, stable=True)
-        chances[order[falling.cumsum(-1) - falling >= top_p]] = 0.0
+        cut = falling.cumsum(-1) - falling >= top_p
+        cut[0] = False  # a top_p that is 0 in fp32 keeps one all the same
+        chances[order[cut]] = 0.0
     return chances
 
 

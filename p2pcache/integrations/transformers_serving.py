@@ -31,7 +31,7 @@ from p2pcache.core.chunking import Chunker
 from p2pcache.integrations.sampling import Sampler, sample
 from p2pcache.integrations.transformers import Prefill, Pull, TransformersEngine
 from p2pcache.results import Lookup, Stored
-from p2pcache.serve.engine import Generation, chunker_of
+from p2pcache.serve.engine import SEGMENT_TOKENS_MIN, Generation, chunker_of
 from p2pcache.types import ConfigError, NodeDown, RemoteError, Source
 
 _log = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ class ServingEngine:
             )
         chunker = chunker_of(request.boundaries)
         chunker.spans(prompt)  # raises for boundaries behind the prompt
-        sampler = Sampler(request.sampling)
+        sampler = Sampler(request.sampling, request.drawn)
         pull = self._start(prompt, chunker)
         kv_bytes = self.engine.layout.body_bytes(total)
         return ServingSequence(request, kv_bytes, pull_by_s, sampler, pull)
@@ -200,6 +200,9 @@ class ServingEngine:
             # The last token of the answer has no KV: nothing was computed behind it.
             answer = np.asarray(sequence.answer[:-1], dtype=np.uint32)
             prefill.tokens = np.concatenate([prefill.tokens, answer])
+            if len(answer) >= SEGMENT_TOKENS_MIN:  # as the next turn will cut it, where it is a message
+                boundaries = [b for b in sequence.request.boundaries if b < prefill.prompt_tokens]
+                prefill.chunker = chunker_of([*boundaries, prefill.prompt_tokens])
             self._store_beside(prefill, sequence.kv_bytes)
 
     # -- around them -----------------------------------------------------------------------------

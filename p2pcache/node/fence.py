@@ -14,6 +14,7 @@ from p2pcache.core.membership import View
 from p2pcache.types import Fenced
 
 _PAST_MAX = 4096
+_TOLD_OFF_S = 30.0
 
 
 class Fence:
@@ -26,7 +27,7 @@ class Fence:
         self._view = View()
         self._past: dict[tuple[str, int], None] = {}  # incarnations that were members, oldest first
         self._heard_s: float | None = None  # None: no supervisor has ever spoken to this node
-        self._told_off = False
+        self._told_off_s: float | None = None
 
     def on_view(self, view: View) -> None:
         _, went = view.changed_since(self._view)
@@ -35,6 +36,7 @@ class Fence:
         while len(self._past) > _PAST_MAX:
             del self._past[next(iter(self._past))]
         self._view = view
+        self._told_off_s = None  # whoever hands out Views counts this incarnation in
 
     def check(self, sender: str, incarnation: int) -> None:
         """Raises Fenced for an incarnation that has left. One that is not known yet may be joining."""
@@ -43,16 +45,16 @@ class Fence:
 
     def contact(self) -> None:
         """The supervisor spoke to this node."""
-        self._heard_s, self._told_off = self._clock(), False
+        self._heard_s, self._told_off_s = self._clock(), None
 
     def told_off(self) -> None:
-        """A peer says that this incarnation is not a member any more."""
-        self._told_off = True
+        """A peer says that this incarnation is not a member any more. It is believed for a while."""
+        self._told_off_s = self._clock()
 
     @property
     def cut_off(self) -> bool:
         """Whether this node may have been left out of the mesh: it must not publish then."""
-        if self._told_off:
+        if self._told_off_s is not None and self._clock() < self._told_off_s + _TOLD_OFF_S:
             return True
         if not self._lost_s or self._heard_s is None:
             return False

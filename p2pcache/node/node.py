@@ -20,7 +20,7 @@ from p2pcache.core.planner import Choice, Costs, plan_chunk
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Control, NvmeTier, Slab, Transport
 from p2pcache.node.counters import Counters
-from p2pcache.node.drain import hand_over
+from p2pcache.node.drain import Heir, hand_over
 from p2pcache.node.fence import Fence
 from p2pcache.node.holder import Holder as PeerDesk
 from p2pcache.node.owners import Owners, Sightings
@@ -117,6 +117,7 @@ class Node:
             config, ports.control, ports.transports, self.residency, self.costs, self.counters
         )
         self.desk = PeerDesk(config, self.residency, self.counters)
+        self.heirs = Heir(self.residency, self.puller)
         self.owners = Owners(ports.control, self.shard, self.counters)
         self.fence = Fence(config.contact_lost_s, clock)
         self.publisher.on_fenced = self.fence.told_off
@@ -352,8 +353,9 @@ class Node:
             return {"member": self.member().to_wire()}
         if op == "adopt":
             bodies = [body_from_wire(b) for b in body["bodies"]]
-            deadline_s = self._loop.time() + max(body["deadline_s"], 0.0)
-            return {"adopted": await self.puller.adopt(bodies, sender, incarnation, deadline_s)}
+            deadline_s = self._loop.time() + min(max(body["deadline_s"], 0.0), self.config.remote_lease_s)
+            leaver = Holder(sender, incarnation, Tier.HOST)
+            return {"adopted": [] if self.draining else await self.heirs.adopt(bodies, leaver, deadline_s)}
         if op == "status":
             return self.status()
         raise RemoteError(f"nodes do not answer {op!r} to each other")
@@ -366,8 +368,14 @@ class Node:
         Returns counts: `bodies` and `bytes` that peers took over, `left` behind for want of time or room.
         """
         self.draining = True
-        bodies = [slot.body for slot in reversed(list(self.residency.tier.resident()))]
-        return await hand_over(bodies, self.name, self.view, self.ports.control, self._loop.time() + budget_s)
+        hottest_first = [slot.body for slot in reversed(list(self.residency.tier.resident()))]
+        by_s = self._loop.time() + budget_s
+        handed = await hand_over(hottest_first, self.name, self.view, self.ports.control, by_s)
+        return handed | {"left": sum(1 for _ in self.residency.holdings()) - handed["bodies"]}
+
+    def stay(self) -> None:
+        """The drain has been called off."""
+        self.draining = False
 
     async def quiet(self, budget_s: float) -> bool:
         """Wait until no peer reads from this node. False where one still did at the end."""
@@ -445,6 +453,7 @@ class Node:
         while True:
             await asyncio.sleep(_SWEEP_S)
             try:
+                self.publisher.look_again()
                 self.desk.office.sweep()
                 self.shard.sweep()
             except Exception:  # without this loop no ticket of a reader that died would ever end

@@ -22,6 +22,7 @@ from p2pcache.types import BodyInfo, ContentKey, ExactKey, Fenced, RemoteError, 
 
 _log = logging.getLogger(__name__)
 BATCH_MAX = 2048
+SILENT_MIN_S = 1.0
 
 _Held = tuple[BodyInfo, Tier, int]
 _Gone = tuple[ContentKey, ExactKey, int]
@@ -55,6 +56,7 @@ class Publisher:
         self._sent = 0  # rounds that have ended
         self._sending = False  # a round is under way
         self._silent = False  # what was queued has been dropped since the owners last heard all
+        self._silent_s = float("-inf")  # when that began
         self.cut_off: Callable[[], bool] = lambda: False
         self.on_fenced: Callable[[], None] = lambda: None
         self._round_ended = asyncio.Condition()
@@ -102,7 +104,9 @@ class Publisher:
 
     def look_again(self) -> None:
         """This node may speak again, perhaps: if so, publish all it holds, since nobody heard the rest."""
-        if self._silent and not self.cut_off():
+        # An owner that lags behind may tell this node off for a moment: do not answer each time with all.
+        waited_s = asyncio.get_running_loop().time() - self._silent_s
+        if self._silent and not self.cut_off() and waited_s >= SILENT_MIN_S:
             self._silent = False
             for body, tier in self._holdings():
                 self.held(body, tier)
@@ -169,7 +173,9 @@ class Publisher:
                 mark = view.view_id if last else None
                 await self._send(owner, "directory.publish", {"bodies": bodies, "resync": mark})
         except Fenced:
+            # Nobody keeps what was in it, so all has to be told anew once this node may speak again.
             self._counters["unpublished"] += 1
+            self._silent, self._silent_s = True, asyncio.get_running_loop().time()
             self.on_fenced()
         except RemoteError:
             self._counters["unpublished"] += 1

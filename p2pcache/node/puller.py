@@ -22,7 +22,7 @@ from p2pcache.io.ports import Control, Pull, Ticket, TicketGone, Transport, Tran
 from p2pcache.node.counters import Counters
 from p2pcache.node.residency import Residency
 from p2pcache.node.wireform import body_from_wire
-from p2pcache.types import BodyInfo, DeadlineExceeded, ExactKey, Holder, Miss, RemoteError, Tier, TierFull
+from p2pcache.types import BodyInfo, DeadlineExceeded, Holder, Miss, RemoteError, TierFull
 
 HOLDERS_TRIED_MAX = 4
 _MISSES = {miss.value: miss for miss in Miss}
@@ -113,20 +113,6 @@ class Puller:
                         return outcome
         except TimeoutError:
             return Pulled(None, miss=Miss.DEADLINE)
-
-    async def adopt(
-        self, bodies: list[BodyInfo], node: str, incarnation: int, deadline_s: float
-    ) -> list[ExactKey]:
-        """Bring bodies of a node that is leaving; returns those that are here now."""
-
-        async def one(body: BodyInfo) -> ExactKey | None:
-            if self._residency.where(body.exact) is not None:
-                return body.exact
-            holder = Holder(node, incarnation, Tier.HOST)
-            pulled = await self.pull(body, (holder,), deadline_s)
-            return body.exact if pulled.slot is not None else None
-
-        return [exact for exact in await asyncio.gather(*map(one, bodies)) if exact is not None]
 
     async def _pilot(
         self,

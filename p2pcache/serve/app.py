@@ -40,8 +40,10 @@ def deployment(
     replicas = serve.deployment(Replica).options(
         name="Replica",
         num_replicas=config.replicas,
-        # The queue is the replica's, where a request that waits has its pull under way.
-        max_ongoing_requests=config.sequences_max + config.queue_max,
+        # The queue is the replica's, where a request that waits has its pull under way. So the replica says
+        # when it is full; Serve's own limits lie above.
+        max_ongoing_requests=2 * (config.sequences_max + config.queue_max),
+        max_queued_requests=config.replicas * config.queue_max,
         ray_actor_options={"num_cpus": config.replica_cpus, "num_gpus": config.replica_gpus},
         graceful_shutdown_timeout_s=config.drain_s,
         health_check_period_s=_HEALTH_S,
@@ -51,7 +53,7 @@ def deployment(
     ingress = serve.deployment(Ingress).options(
         name="Ingress",
         num_replicas=config.ingress_replicas,
-        max_ongoing_requests=config.replicas * (config.sequences_max + config.queue_max),
+        max_ongoing_requests=4 * config.replicas * (config.sequences_max + config.queue_max),
         ray_actor_options={"num_cpus": 0},
         graceful_shutdown_timeout_s=config.drain_s,
     )

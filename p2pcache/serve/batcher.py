@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 
 from p2pcache.serve.admission import Admission, AdmissionConfig, Busy, Refused
 from p2pcache.serve.engine import Engine, Generation, Running
-from p2pcache.serve.stream import Accepted, Closing, End, EngineFailed, Outbox, Stream, Token
+from p2pcache.serve.stream import Accepted, Closing, End, EngineFailed, Outbox, Prefilled, Stream, Token
 from p2pcache.types import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -389,7 +389,7 @@ class Batcher:
             reason = "stop" if token in sequence.request.stop else ""
             if not reason:
                 sequence.completion_tokens += 1
-                events.append((sequence, Token(token, now_s)))
+                events.append((sequence, Token(token, now_s, _prefilled(sequence))))
                 if sequence.completion_tokens == sequence.request.tokens_max:
                     reason = "length"
             if reason:
@@ -434,6 +434,12 @@ class Batcher:
 def _deliver(events: list[tuple[_Sequence, Accepted | Token | End | Exception]]) -> None:
     for sequence, event in events:
         sequence.outbox.put(event)
+
+
+def _prefilled(sequence: _Sequence) -> Prefilled | None:
+    if sequence.completion_tokens > 1:
+        return None
+    return Prefilled(sequence.cached_tokens, sequence.prefill_s - sequence.submitted_s)
 
 
 def _end_event(sequence: _Sequence, reason: str, now_s: float) -> End:

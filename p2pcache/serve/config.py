@@ -28,7 +28,6 @@ class ServeConfig:
     threads: int = 0  # of torch in a replica; 0: as many as the replica has CPUs
     model_cache: str = ".cache"  # where smollm2 is converted to, on each host
 
-    app: str = "p2pcache"  # Serve's name of the application
     replicas: int = 1
     replica_cpus: float = 1.0
     replica_gpus: float = 0.0
@@ -48,6 +47,9 @@ class ServeConfig:
     sequences_max: int = 64  # at once in a replica
     queue_max: int = 256  # waiting in a replica; more are refused as busy
     answer_tokens: int = 256  # where a request does not say
+    context_tokens: int = 0  # the longest prompt with its answer; 0: as the engine says
+    body_bytes_max: int = 8 << 20  # of a request
+    stuck_s: float = 300.0  # a single call into the engine, one prefill say, that takes longer is a fault
     silent_s: float = 10.0  # a replica that shows no sign of life for so long is left for another
     attempts_max: int = 3  # replicas that a request is tried on
 
@@ -95,7 +97,8 @@ _HINTS = typing.get_type_hints(ServeConfig)
 _KINDS = {bool: "true or false", str: "text"}
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _ABOVE_ZERO = (
-    "replicas ingress_replicas memory_bytes_max sequences_max queue_max answer_tokens silent_s attempts_max"
+    "replicas ingress_replicas memory_bytes_max sequences_max queue_max answer_tokens body_bytes_max stuck_s"
+    " silent_s attempts_max"
 ).split()
 _BOOLS = {"true": True, "1": True, "false": False, "0": False}
 

@@ -18,6 +18,9 @@ from p2pcache.core.chunking import Chunker, FixedChunker, SegmentChunker
 CHUNK_TOKENS = 128
 """Half of the usual: what a turn adds is short, and an unfinished chunk is computed again."""
 
+SEGMENT_TOKENS_MIN = 32
+"""A shorter part of a prompt is no segment of its own: a chunk that small costs more than it saves."""
+
 
 def chunker_of(boundaries: Sequence[int]) -> Chunker:
     """How a server cuts prompts; whoever looks them up must cut alike."""
@@ -38,7 +41,8 @@ class Generation:
     """One request as it reaches a replica.
 
     tokens: uint32 [n]. boundaries: ascending offsets at which segments of the prompt (documents,
-    messages) begin; empty where the caller knows none. stop: token ids that end the answer.
+    messages) begin; empty where the caller knows none. stop: token ids that end the answer. drawn: how many
+    of these tokens are of the answer already, drawn by a replica that has failed: seeds go on behind them.
     """
 
     tokens: np.ndarray
@@ -46,6 +50,7 @@ class Generation:
     boundaries: tuple[int, ...] = ()
     sampling: Sampling = field(default_factory=Sampling)
     stop: frozenset[int] = frozenset()
+    drawn: int = 0
 
 
 class Running(Protocol):
@@ -64,8 +69,13 @@ class Running(Protocol):
 class Engine(Protocol):
     """A model that can run several sequences at once.
 
-    It may also have `ready(sequence) -> bool`: whether `prefill` would not have to wait for bytes. Others
-    are then served first.
+    Besides these four it may have:
+
+    - `ready(sequence) -> bool`: whether `prefill` would not have to wait for bytes. Others go first then.
+    - `describe() -> dict` with any of `namespace` (of its KV; without it requests are not routed by
+      locality), `context_tokens` (the longest prompt and answer), `vocabulary`, `stop` (token ids that
+      end an answer). Where it says nothing, the tokenizer's word counts.
+    - `stats() -> dict`, `close()`.
     """
 
     def begin(self, request: Generation) -> Running:

@@ -27,6 +27,7 @@ _log = logging.getLogger(__name__)
 _NODES_EVERY_S = 2.0
 _LOOKUP_S = 0.05
 _LOOKUPS_AT_ONCE = 8
+_LOOKUPS_WAITING_MAX = 32
 _AGAIN = ("busy", "closing", "engine")  # kinds of errors that another replica may not have
 
 
@@ -49,21 +50,32 @@ class Locator:
         self._cache = cache
         self._config = config
         self._pool = ThreadPoolExecutor(_LOOKUPS_AT_ONCE, thread_name_prefix="p2pcache-locate")
+        self._looking = 0
         self._ids: dict[str, str] = {}  # p2pcache's name of a node -> Ray's
         self._looked_s = float("-inf")
         self.counts: Counter[str] = Counter()  # located, late
 
     async def route(self, request: Generation) -> Route:
         """What the router should know; without `held` where the directory took longer than its budget."""
-        route = Route(len(request.tokens), request.tokens_max)
+        route = Route(len(request.tokens), request.tokens_max, pull_share=self._config.pull_share)
+        if self._looking >= _LOOKUPS_WAITING_MAX:
+            self.counts["late"] += 1
+            return route
+        self._looking += 1
         looking = asyncio.get_running_loop().run_in_executor(self._pool, self._look, request)
         done, _ = await asyncio.wait({looking}, timeout=self._config.route_budget_s)
-        looking.add_done_callback(lambda f: f.cancelled() or f.exception())
+        looking.add_done_callback(self._looked)
         if not done or looking.exception() is not None:
+            looking.cancel()
             self.counts["late"] += 1
             return route
         self.counts["located"] += 1
         return locate(route, looking.result(), self._ids)
+
+    def _looked(self, looking: asyncio.Future[Lookup]) -> None:
+        self._looking -= 1
+        if not looking.cancelled():
+            looking.exception()
 
     def _look(self, request: Generation) -> Lookup:
         self._follow_nodes()
@@ -113,6 +125,7 @@ class Answer:
     cached: dict[str, int] = field(default_factory=dict)
     attempts: int = 0
     replica: str = ""
+    node: str = ""  # p2pcache's, beside that replica
     queue_s: float = 0.0
 
 
@@ -128,21 +141,26 @@ async def generate(
     avoid: set[str] = set()
     why, busy = "", False
     while answer.attempts < config.attempts_max:
+        if len(answer.tokens) >= request.tokens_max:  # all but the end has come
+            answer.finish = "length"
+            return
         answer.attempts += 1
         rest = continued(request, answer.tokens)
-        asked = replace(route, avoid=frozenset(avoid), chosen="")
+        asked = replace(route, avoid=frozenset(avoid), chosen="", over=False)
         response = handle.generate.remote(rest, route=asked)
         try:
             async for event in _events(response, config.silent_s):
                 answer.replica = asked.chosen
+                if "started" in event and answer.attempts == 1:
+                    started = event["started"]
+                    answer.cached, answer.queue_s = started["cached"], started["queue_s"]
                 if "error" not in event:
+                    answer.node = event.get("node", answer.node)
                     answer.tokens += event.get("tokens", [])
                     if event.get("tokens"):
                         yield event["tokens"]
                     if "end" in event:
-                        end = event["end"]
-                        answer.finish, answer.queue_s = end["finish"], end["queue_s"]
-                        answer.cached = answer.cached or end["cached"]
+                        answer.finish = event["end"]["finish"]
                         return
                     continue
                 error = event["error"]
@@ -157,8 +175,10 @@ async def generate(
         except BackPressureError:
             why, busy = "all replicas have enough to do", True
         except TimeoutError:
-            why, busy = f"the replica was silent for {config.silent_s:g} s", False
+            why = f"the replica was silent for {config.silent_s:g} s"
+            busy = not asked.chosen  # none could even be chosen: all are full
         finally:
+            asked.over = True
             response.cancel()
         _log.warning("attempt %d on replica %s failed: %s", answer.attempts, asked.chosen, why)
         if asked.chosen:
@@ -171,7 +191,8 @@ def continued(request: Generation, tokens: list[int]) -> Generation:
     if not tokens:
         return request
     longer = np.concatenate([request.tokens, np.asarray(tokens, dtype=np.uint32)])
-    return replace(request, tokens=longer, tokens_max=request.tokens_max - len(tokens))
+    left = request.tokens_max - len(tokens)
+    return replace(request, tokens=longer, tokens_max=left, drawn=request.drawn + len(tokens))
 
 
 async def _events(response: Any, silent_s: float) -> AsyncIterator[dict[str, Any]]:

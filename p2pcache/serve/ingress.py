@@ -1,15 +1,18 @@
 """The OpenAI-compatible front: checks, encodes, routes, streams. It holds no model."""
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from ray import serve
+from ray.exceptions import RayError
 
 import p2pcache
 from p2pcache.serve import openai
@@ -19,10 +22,12 @@ from p2pcache.serve.generate import Answer, Locator, Refused, Unavailable, gener
 from p2pcache.serve.metrics import IngressMetrics
 from p2pcache.serve.models import load_tokenizer
 from p2pcache.serve.openai import Asked, BadRequest
-from p2pcache.serve.prompt import Detokenizer, Prompt, Prompts, StopText
+from p2pcache.serve.prompt import Detokenizer, Prompt, Prompts, StopText, TooLong
 from p2pcache.types import ConfigError
 
 _log = logging.getLogger(__name__)
+_PARSED_AT_ONCE_BYTES = 256 << 10  # a larger body is parsed beside the event loop
+_VOCABULARY_MAX = 2**31
 app = FastAPI(title="p2pcache", openapi_url=None)
 
 
@@ -103,6 +108,10 @@ class _Run:
         except (Refused, Unavailable) as error:  # the headers have gone: it can only be said in the stream
             self._ingress._metrics.ended(503)
             yield self._writer.failed(str(error))
+        except Exception:
+            _log.exception("a stream cannot go on")
+            self._ingress._metrics.ended(500)
+            yield self._writer.failed("the server met an error of its own")
         finally:
             await pieces.aclose()
 
@@ -112,6 +121,7 @@ class _Run:
         return usage | {
             "p2pcache": {
                 "replica": answer.replica,
+                "node": answer.node,
                 "attempts": answer.attempts,
                 "queue_s": round(answer.queue_s, 6),
                 "located": self._located,
@@ -119,11 +129,24 @@ class _Run:
         }
 
 
-async def _json(request: Request) -> Any:
+async def _json(request: Request, bytes_max: int) -> Any:
+    """A request's body. Raises BadRequest for one that is too large or no JSON."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > bytes_max:
+            raise BadRequest(f"the body is over {bytes_max:,} bytes", status=413)
     try:
-        return await request.json()
-    except ValueError:
+        if len(body) > _PARSED_AT_ONCE_BYTES:
+            return await asyncio.to_thread(json.loads, body)
+        return json.loads(body)
+    except (ValueError, RecursionError):
         raise BadRequest("the body is not JSON") from None
+
+
+def _not_served(served: str, asked: str) -> BadRequest:
+    words = f"this server serves {served!r}, not {asked!r}"
+    return BadRequest(words, param="model", code="model_not_found", status=404)
 
 
 # Last in this module: Serve takes a copy of `app`, and of what its methods refer to, right here.
@@ -135,8 +158,10 @@ class Ingress:
         self._config = config
         self._replicas = replicas.options(stream=True)
         self._describe = replicas.describe
-        self._tokenizer = load_tokenizer(config)
-        self._prompts = Prompts(self._tokenizer)
+        # One for each thread: what a tokenizer is told for one call changes it for others.
+        self._tokenizer, self._encoder, self._plain = (load_tokenizer(config) for _ in range(3))
+        self._prompts: Prompts | None = None
+        self._encoding = ThreadPoolExecutor(1, thread_name_prefix="p2pcache-encode")
         self._client = p2pcache.connect(required=False) if config.cache else None
         self._metrics = IngressMetrics(config.model_name)
         self._learning = asyncio.Lock()
@@ -144,8 +169,14 @@ class Ingress:
 
     @app.get("/v1/models")
     async def models(self) -> Any:
-        model = {"id": self._config.model_name, "object": "model", "created": 0, "owned_by": "p2pcache"}
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [openai.model(self._config.model_name)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(self, name: str) -> Any:
+        if name != self._config.model_name:
+            error = _not_served(self._config.model_name, name)
+            return JSONResponse(error.body, error.status)
+        return openai.model(name)
 
     @app.post("/v1/completions")
     async def completions(self, request: Request) -> Any:
@@ -163,14 +194,9 @@ class Ingress:
 
     async def _response(self, request: Request, *, chat: bool) -> Any:
         try:
-            asked = openai.read(await _json(request), chat=chat)
+            asked = openai.read(await _json(request, self._config.body_bytes_max), chat=chat)
             if asked.model != self._config.model_name:
-                raise BadRequest(
-                    f"this server serves {self._config.model_name!r}, not {asked.model!r}",
-                    param="model",
-                    code="model_not_found",
-                    status=404,
-                )
+                raise _not_served(self._config.model_name, asked.model)
             run = _Run(self, asked, await self._generation(asked))
             # The first piece comes before the headers go: what fails until then has a status of its own.
             return await run.response()
@@ -180,12 +206,17 @@ class Ingress:
             return JSONResponse(BadRequest(str(error)).body, 400)
         except Unavailable as error:
             status = 429 if error.busy else 503
-            return JSONResponse(BadRequest(str(error), status=503).body, status, {"Retry-After": "1"})
+            return JSONResponse(BadRequest(str(error), status=status).body, status, {"Retry-After": "1"})
+        except Exception:
+            _log.exception("a request met an error of the server's own")
+            return JSONResponse(BadRequest("the server met an error of its own", status=500).body, 500)
 
     async def _generation(self, asked: Asked) -> Generation:
         model = await self._known()
         try:
-            prompt = await asyncio.to_thread(self._prompt, asked)
+            prompt = await asyncio.get_running_loop().run_in_executor(self._encoding, self._prompt, asked)
+        except TooLong as error:
+            raise BadRequest(str(error), code="context_length_exceeded") from None
         except ConfigError as error:
             raise BadRequest(str(error), param="messages" if asked.chat else "prompt") from None
         count = len(prompt.tokens)
@@ -208,14 +239,25 @@ class Ingress:
         """What a replica says of the model; asked once, of the first that is up."""
         async with self._learning:
             if self._model is None:
-                said = await self._describe.remote()
+                try:
+                    async with asyncio.timeout(self._config.silent_s):
+                        said = await self._describe.remote()
+                except (TimeoutError, RayError) as error:
+                    raise Unavailable(f"no replica is up yet ({type(error).__name__})") from None
+                context = self._config.context_tokens or said.get("context_tokens") or _VOCABULARY_MAX
+                self._prompts = Prompts(self._encoder, self._plain, context)
                 locator = None
-                if self._client is not None and self._config.routing == "locality":
+                routed = self._config.routing == "locality" and said.get("namespace") is not None
+                if self._client is not None and routed:
                     # Announcing a namespace is a round trip, so not on this loop.
                     cache = await asyncio.to_thread(self._client.open, said["namespace"])
                     locator = Locator(cache, self._config)
+                ends = said.get("stop", [self._tokenizer.eos_token_id])
                 self._model = _Model(
-                    said["context_tokens"], said["vocabulary"], frozenset(said["stop"]), locator
+                    context,
+                    said.get("vocabulary", len(self._tokenizer)),
+                    frozenset(e for e in ends if e is not None),
+                    locator,
                 )
             return self._model
 

@@ -8,7 +8,6 @@ change nothing here (user, metadata, store, ...) are ignored.
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from typing import Any
 from p2pcache.serve.engine import Sampling
 
 STOPS_MAX = 4
+ROLES = ("system", "developer", "user", "assistant")
 
 
 class BadRequest(Exception):
@@ -26,8 +26,11 @@ class BadRequest(Exception):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400):
         super().__init__(message)
         self.status = status
-        kind = "server_error" if status >= 500 else "invalid_request_error"
+        kind = _KINDS.get(status, "invalid_request_error")
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+_KINDS = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,10 @@ def read(body: Any, *, chat: bool) -> Asked:
     """Check a request's JSON. Raises BadRequest."""
     if not isinstance(body, dict):
         raise BadRequest("the body must be a JSON object")
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadRequest("the body holds half of a surrogate pair, which is no text") from None
     for name, neutral in _UNSERVED.items():
         if name in body and body[name] not in neutral:
             raise BadRequest(f"{name} is not served", param=name, code="unsupported_parameter")
@@ -55,7 +62,8 @@ def read(body: Any, *, chat: bool) -> Asked:
     if not isinstance(model, str) or not model:
         raise BadRequest("model must name the model", param="model")
     prompt = _messages(body) if chat else _prompt(body)
-    tokens = body.get("max_completion_tokens", body.get("max_tokens"))
+    tokens = body.get("max_completion_tokens")
+    tokens = body.get("max_tokens") if tokens is None else tokens
     if tokens is not None and (type(tokens) is not int or tokens < 1):
         raise BadRequest("max_tokens must be a whole number above 0", param="max_tokens")
     options = body.get("stream_options") or {}
@@ -111,8 +119,8 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise BadRequest("messages must be a list with at least one message", param="messages")
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRequest(f"{where} must be an object with a role", param=where)
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            raise BadRequest(f"{where} must be an object with a role of {', '.join(ROLES)}", param=where)
         content = message.get("content")
         if isinstance(content, list):
             if not all(isinstance(part, dict) for part in content):
@@ -137,7 +145,7 @@ def _number(body: Mapping[str, Any], name: str, default: float, low: float, high
     value = body.get(name)
     if value is None:
         return default
-    if type(value) not in (int, float) or not math.isfinite(value) or not low <= value <= high:
+    if type(value) not in (int, float) or not low <= value <= high:  # NaN is in no order
         raise BadRequest(f"{name} must be a number from {low:g} to {high:g}", param=name)
     return float(value)
 
@@ -152,6 +160,10 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     ):
         raise BadRequest(f"stop must be a text, or a list of up to {STOPS_MAX}", param="stop")
     return tuple(stops)
+
+
+def model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "p2pcache"}
 
 
 class Writer:

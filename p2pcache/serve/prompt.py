@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from p2pcache.serve.engine import SEGMENT_TOKENS_MIN
 from p2pcache.types import ConfigError
 
-SEGMENT_TOKENS_MIN = 32
-"""A part shorter than this is no segment of its own: a chunk that small costs more than it saves."""
+MARK_END = "\x04"
+UNDECODED_MAX = 8
+"""Tokens without text to show, after which a detokenizer stops waiting for the rest of a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +30,26 @@ class Prompt:
     boundaries: tuple[int, ...] = ()
 
 
-class Prompts:
-    """Builds prompts for one tokenizer. Thread-safe as far as the tokenizer is."""
+class TooLong(ConfigError):
+    """More text than any prompt within the context can be."""
 
-    def __init__(self, tokenizer: Any):
+
+class Prompts:
+    """Builds prompts for one tokenizer. Not thread-safe: one call at a time."""
+
+    def __init__(self, tokenizer: Any, plain: Any, tokens_max: int):
+        """plain: a tokenizer of the same model, this object's own, for text in which the model's control
+        tokens are only words. tokens_max: what is surely longer is refused before it is encoded.
+        """
         self._tokenizer = tokenizer
+        self._plain = plain
+        self._tokens_max = tokens_max
+        # What one token can stand for at most, in characters: no text over this is within the context.
+        self._chars_max = tokens_max * max(map(len, tokenizer.get_vocab()), default=1)
 
     def completion(self, prompt: str | Sequence[int]) -> Prompt:
         """Of `/v1/completions`: text, or token ids. Raises ConfigError."""
+        self._check(len(prompt), self._chars_max if isinstance(prompt, str) else self._tokens_max)
         if isinstance(prompt, str):
             return Prompt(_array(self._encode(prompt, special=True)))
         return Prompt(_array(list(prompt)))
@@ -43,42 +57,68 @@ class Prompts:
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> Prompt:
         """Of `/v1/chat/completions`. Content is text, or a list of text parts, each a segment.
 
-        Raises ConfigError where the model has no chat template, or the template refuses the messages.
+        What a message says is text: control tokens of the model in it are not obeyed. A template that does
+        something with contents, trims them say, gets its way, without segments. Raises ConfigError where
+        the model has no chat template, or the template refuses the messages.
         """
         if not messages:
             raise ConfigError("messages is empty")
         mark = f"\x02{secrets.token_hex(8)}\x03"  # found again in the rendered text, and in nobody's message
-        marked, parts = [], []
+        plain, marked, parts = [], [], []
         for message in messages:
             texts = _parts(message)
-            marked.append(
-                {**message, "content": "".join(f"{mark}{len(parts) + i}\x04" for i in range(len(texts)))}
-            )
+            numbers = range(len(parts), len(parts) + len(texts))
+            marked.append({**message, "content": "".join(f"{mark}{n}{MARK_END}" for n in numbers)})
+            plain.append({**message, "content": "".join(texts)})
             parts += texts
+        self._check(sum(map(len, parts)), self._chars_max)
+        rendered, as_marked = self._render(plain), self._render(marked)
+        pieces = _pieces(as_marked, mark, parts)
+        if pieces is None or "".join(text for _, text in pieces) != rendered:
+            return Prompt(_array(self._encode(rendered)))
+        return self._spliced(pieces)
+
+    def _check(self, length: int, length_max: int) -> None:
+        if length > length_max:
+            raise TooLong(f"the prompt is longer than any within the context of {self._tokens_max} tokens")
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         try:
-            rendered = self._tokenizer.apply_chat_template(marked, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template raises what it likes
             raise ConfigError(f"the model's chat template refuses these messages: {error}") from None
-        return self._spliced(rendered, mark, parts)
 
-    def _spliced(self, rendered: str, mark: str, parts: list[str]) -> Prompt:
-        """Encode what stands between the marks and each part apart. A part is a segment of its own."""
-        pieces = rendered.split(mark)
-        tokens = list(self._encode(pieces[0]))
+    def _spliced(self, pieces: Sequence[tuple[bool, str]]) -> Prompt:
+        """Encode each piece apart. pieces: (whether it is a part of a message, text)."""
+        tokens: list[int] = []
         edges: set[int] = set()
-        for piece in pieces[1:]:
-            number, _, rest = piece.partition("\x04")
-            part = self._encode(parts[int(number)])
-            if len(part) >= SEGMENT_TOKENS_MIN:
-                edges |= {len(tokens), len(tokens) + len(part)}
-            tokens += part
-            tokens += self._encode(rest)
-        if len(pieces) - 1 != len(parts):
-            raise ConfigError("the model's chat template leaves parts of these messages out")
+        for is_part, text in pieces:
+            ids = self._encode_plain(text) if is_part else self._encode(text)
+            if is_part and len(ids) >= SEGMENT_TOKENS_MIN:
+                edges |= {len(tokens), len(tokens) + len(ids)}
+            tokens += ids
         return Prompt(_array(tokens), tuple(sorted(edges - {0, len(tokens)})))
+
+    def _encode_plain(self, text: str) -> list[int]:
+        if not text:
+            return []
+        return self._plain(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
     def _encode(self, text: str, special: bool = False) -> list[int]:
         return self._tokenizer(text, add_special_tokens=special)["input_ids"] if text else []
+
+
+def _pieces(rendered: str, mark: str, parts: Sequence[str]) -> list[tuple[bool, str]] | None:
+    """What stands between marks, and the parts in their place; None where one is lost or doubled."""
+    first, *rest = rendered.split(mark)
+    pieces, numbers = [(False, first)], []
+    for piece in rest:
+        number, end, text = piece.partition(MARK_END)
+        if not end or not number.isdecimal() or int(number) >= len(parts):
+            return None
+        numbers.append(int(number))
+        pieces += [(True, parts[int(number)]), (False, text)]
+    return pieces if sorted(numbers) == list(range(len(parts))) else None
 
 
 def _parts(message: Mapping[str, Any]) -> list[str]:
@@ -118,7 +158,8 @@ class Detokenizer:
         self._ids.append(token)
         before = self._decode(self._ids[self._context : self._shown])
         now = self._decode(self._ids[self._context :])
-        if now.endswith("\ufffd") or len(now) <= len(before):
+        waiting = len(self._ids) - self._shown
+        if (now.endswith("\ufffd") or len(now) <= len(before)) and waiting < UNDECODED_MAX:
             return ""
         self._context, self._shown = self._shown, len(self._ids)
         return now[len(before) :]

@@ -37,7 +37,7 @@ class Replica:
             sequences_max=config.sequences_max,
             queue_max=config.queue_max,
         )
-        self._batcher = Batcher(self._engine, limits)
+        self._batcher = Batcher(self._engine, limits, stuck_s=config.stuck_s)
         self._metrics = ReplicaMetrics(config.model_name)
 
     async def generate(
@@ -45,18 +45,26 @@ class Replica:
     ) -> AsyncIterator[dict[str, Any]]:
         """The answer to one request.
 
-        `{"tokens": [ids]}` as they come, empty ones as signs of life; at the end `{"end": {finish, ...}}`
+        `{"tokens": [ids]}` as they come, empty ones as signs of life; with the first `{"started": {cached,
+        queue_s}, "node": name}`; at the end `{"end": {finish, ...}}`
         or `{"error": {kind, message}}` with kind `request`, `busy`, `too_large`, `closing` or `engine`.
         Whoever stops reading gives the rest up, and its leases end.
         """
+        submitting = asyncio.ensure_future(self._batcher.submit(request))
         try:
-            stream = await self._batcher.submit(request)
+            while not (await asyncio.wait({submitting}, timeout=SIGN_OF_LIFE_S))[0]:
+                yield {"tokens": []}
+            stream = submitting.result()
         except (ConfigError, Refused, EngineFailed) as error:
             yield {"error": {"kind": _kind(error), "message": str(error)}}
             return
+        finally:
+            submitting.cancel()
         async with stream:
             try:
                 async for event in _with_signs_of_life(stream):
+                    if "started" in event:
+                        event["node"] = self._client.node if self._client is not None else ""
                     yield event
             except (Closing, EngineFailed) as error:
                 yield {"error": {"kind": _kind(error), "message": str(error)}}
@@ -101,9 +109,15 @@ async def _with_signs_of_life(stream: Stream) -> AsyncIterator[dict[str, Any]]:
                 yield {"end": _end_to_dict(event)}
                 return
             reading = asyncio.ensure_future(anext(stream))
-            yield {"tokens": [event.id]}
+            yield {"tokens": [event.id]} | _started(event)
     finally:
         reading.cancel()
+
+
+def _started(token: Token) -> dict[str, Any]:
+    if token.prefilled is None:
+        return {}
+    return {"started": {"cached": dict(token.prefilled.cached_tokens), "queue_s": token.prefilled.queue_s}}
 
 
 def _end_to_dict(end: End) -> dict[str, Any]:

@@ -29,12 +29,12 @@ EQUAL_SHARE = 0.005
 
 @dataclass
 class Route:
-    """What the ingress knows of one prompt, for the router. Travels as a keyword argument.
+    """What the ingress knows of one attempt at one prompt, for the router in its process.
 
     tokens: of the prompt. answer_tokens: at most. held: Ray node id -> prompt tokens whose KV lies there;
     None where the directory did not answer within its budget. anywhere: tokens held by anybody. key: the
-    first chunk that nobody holds. avoid: replicas that have just failed with this request. chosen: set
-    by the router.
+    first chunk that nobody holds. avoid: replicas that have just failed with this request. chosen: the
+    replica, as soon as the router has one. over: set by the ingress, however the attempt ended.
     """
 
     tokens: int
@@ -42,8 +42,10 @@ class Route:
     held: Mapping[str, int] | None = None
     anywhere: int = 0
     key: bytes = b""
+    pull_share: float = PULL_SHARE
     avoid: frozenset[str] = frozenset()
     chosen: str = ""
+    over: bool = False
 
     def work(self, node_id: str) -> float:
         """Prefill tokens that this prompt costs on a node."""
@@ -51,34 +53,47 @@ class Route:
             return float(self.tokens)
         here = min(self.held.get(node_id, 0), self.tokens)
         elsewhere = max(min(self.anywhere, self.tokens) - here, 0)
-        return self.tokens - here - elsewhere + PULL_SHARE * elsewhere
+        return self.tokens - here - elsewhere + self.pull_share * elsewhere
 
 
 @dataclass
 class Backlog:
-    """Work given to replicas and not ended, as this router has seen it."""
+    """Work given to replicas and not over, as this router has seen it; and whom to leave alone for now.
 
-    _given: dict[str, dict[str, float]] = field(default_factory=dict)  # replica -> request -> work
+    The routes themselves say when they are over, so nothing can be missed or come in another order.
+    """
 
-    def give(self, replica: str, request: str, work: float) -> None:
-        self._given.setdefault(replica, {})[request] = work
+    suspect_s: float = 10.0
+    _given: dict[str, list[tuple[Route, float]]] = field(default_factory=dict)  # replica -> routes, work
+    _suspects: dict[str, float] = field(default_factory=dict)  # replica -> until
 
-    def ended(self, replica: str, request: str) -> None:
-        """Idempotent."""
-        work = self._given.get(replica)
-        if work is not None:
-            work.pop(request, None)
-            if not work:
-                del self._given[replica]
+    def give(self, replica: str, node_id: str, route: Route) -> None:
+        work = route.work(node_id) + DECODE_SHARE * route.answer_tokens
+        self._given.setdefault(replica, []).append((route, work))
+        route.chosen = replica
+
+    def suspect(self, replicas: Iterable[str], now_s: float) -> None:
+        """These have just failed: others come first for a while, not only for the request that found out."""
+        for replica in replicas:
+            self._suspects[replica] = now_s + self.suspect_s
+
+    def suspects(self, now_s: float) -> frozenset[str]:
+        return frozenset(r for r, until_s in self._suspects.items() if until_s > now_s)
 
     def keep(self, replicas: Iterable[str]) -> None:
         """Forget replicas that have gone."""
         alive = set(replicas)
-        for gone in [r for r in self._given if r not in alive]:
-            del self._given[gone]
+        for table in (self._given, self._suspects):
+            for gone in [r for r in table if r not in alive]:
+                del table[gone]
 
     def wait(self, replica: str) -> float:
-        return sum(self._given.get(replica, {}).values())
+        """Prefill tokens that it has before it."""
+        given = self._given.get(replica)
+        if not given:
+            return 0.0
+        given[:] = [(route, work) for route, work in given if not route.over]
+        return sum(work for _, work in given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +105,23 @@ class Candidate:
     wait: float
 
 
-def rank(route: Route | None, candidates: Sequence[Candidate], rng: Random) -> list[list[str]]:
+def rank(
+    route: Route | None,
+    candidates: Sequence[Candidate],
+    rng: Random,
+    suspects: frozenset[str] = frozenset(),
+) -> list[list[str]]:
     """Replicas to try, in ranks; of one rank the caller takes the least busy.
 
-    Without knowledge of the prompt: two at random (power of two choices), then all others.
+    Without knowledge of the prompt: two at random (power of two choices), then all others. Whoever has
+    failed with this very prompt, or lately with others, is tried where there is nobody else.
     """
-    usable = [c for c in candidates if route is None or c.replica not in route.avoid] or list(candidates)
+    avoided = route.avoid if route is not None else frozenset()
+    usable = (
+        [c for c in candidates if c.replica not in avoided | suspects]
+        or [c for c in candidates if c.replica not in avoided]
+        or list(candidates)
+    )
     if not usable:
         return []
     if route is None or route.held is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from p2pcache.serve.admission import Refused
 from p2pcache.types import P2PCacheError
@@ -23,11 +23,23 @@ class EngineFailed(P2PCacheError):
 
 
 @dataclass(frozen=True, slots=True)
+class Prefilled:
+    """What is known once the prompt's KV is whole. cached_tokens: of the prompt, by source."""
+
+    cached_tokens: dict[str, int]
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
-    """One token of the answer, and when the engine had it, in seconds of the batcher's clock."""
+    """One token of the answer, and when the engine had it, in seconds of the batcher's clock.
+
+    prefilled: comes with the first one.
+    """
 
     id: int
     at_s: float
+    prefilled: Prefilled | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

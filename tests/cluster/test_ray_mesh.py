@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -177,11 +178,78 @@ def test_a_supervisor_that_died_goes_on_with_the_nodes_it_finds(mesh: Any):
     before = {m.name: m.incarnation for m in mesh.wait_for(3)}
     mesh.drain("b", budget_s=5)
     on_node("a", store, 8, 256)
-    ray.kill(ray.get_actor(SUPERVISOR, namespace=RAY_NAMESPACE), no_restart=False)
+    restart(ray.get_actor(SUPERVISOR, namespace=RAY_NAMESPACE))
     state = eventually(lambda: (s := state_of(mesh)) and s["agreed"] and s)
     assert {m["name"]: m["incarnation"] for m in state["members"]} == {n: before[n] for n in ("a", "c")}
     assert state["errors"] == {"b": "drained"}, "what had left on purpose stays out"
     assert on_node("c", fetch, 8, 256)["equal"]
+
+
+def test_a_drained_node_stays_out_though_its_actor_is_restarted(mesh: Any):
+    import ray
+
+    from p2pcache.actor import RAY_NAMESPACE, node_actor_name
+    from p2pcache.io.members_ray import alive_nodes
+
+    mesh.drain("b", budget_s=5)
+    node_id = next(n.node_id for n in alive_nodes(True) if n.name == "b")
+    restart(ray.get_actor(node_actor_name(node_id), namespace=RAY_NAMESPACE))
+    state = eventually(lambda: (s := mesh.status())["agreed"] and s)
+    assert {m["name"] for m in state["members"]} == {"a", "c"} and state["errors"] == {"b": "drained"}
+    mesh.revive("b")
+    assert {m.name for m in mesh.wait_for(3)} == set(NODES)
+
+
+def restart(actor: Any) -> None:
+    """Kill an actor's process, and wait until Ray has started another."""
+    import ray
+
+    before = eventually(lambda: pid_of(actor))
+    ray.kill(actor, no_restart=False)
+    eventually(lambda: pid_of(actor) not in (None, before))
+
+
+def pid_of(actor: Any) -> int | None:
+    import ray
+    from ray.exceptions import RayError
+
+    try:
+        return ray.get(actor.__ray_call__.remote(lambda self: os.getpid()), timeout=5)
+    except RayError:
+        return None
+
+
+def test_a_restarted_supervisor_keeps_a_name_with_the_node_that_has_it(mesh: Any, cluster: Any):
+    import ray
+
+    from p2pcache.actor import RAY_NAMESPACE
+    from p2pcache.supervisor import SUPERVISOR
+
+    before = {m.name: m.incarnation for m in mesh.wait_for(3)}
+    twins = [add_node(cluster, "a") for _ in range(2)]  # two, so that one sorts before the real one, perhaps
+    try:
+        eventually(lambda: len(mesh.status()["errors"]) == 2)
+        restart(ray.get_actor(SUPERVISOR, namespace=RAY_NAMESPACE))
+        state = eventually(lambda: (s := state_of(mesh)) and s["agreed"] and len(s["errors"]) == 2 and s)
+        assert {m["name"]: m["incarnation"] for m in state["members"]} == before
+    finally:
+        for twin in twins:
+            cluster.remove_node(twin, allow_graceful=True)
+
+
+def test_the_name_of_a_node_is_its_hosts(cluster: Any):
+    from p2pcache.mesh import Mesh
+
+    with pytest.raises(ConfigError, match="p2pcache-name"):
+        Mesh.ensure({"name": "x"})
+
+
+def test_a_second_start_with_other_members_is_refused(mesh: Any):
+    from p2pcache.mesh import Mesh
+
+    with pytest.raises(ConfigError, match="already runs on labelled nodes only"):
+        Mesh.ensure(labelled_only=False)
+    assert not Mesh.ensure().made_here
 
 
 def state_of(mesh: Any) -> Any:

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,77 @@ def test_an_answer_goes_on_when_its_replica_does_not(serving: Any, how: signal.S
         if how is signal.SIGSTOP:
             os.kill(struck[0], signal.SIGKILL)
     eventually(lambda: len(pids() - set(struck)) == 2, 90)
+
+
+def test_a_replica_that_is_frozen_before_it_accepts_is_left_for_another(serving: Any):
+    eventually(lambda: len(pids()) == 2, 90)
+    for attempt in range(20):  # warm, so that Serve believes its own word of how busy replicas are
+        answer(chat(DOCUMENTS[4], f"Attempt {attempt}.", max_tokens=1))
+    frozen = next(iter(pids()))
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        usages = [answer(chat(DOCUMENTS[i], f"And {i}?", max_tokens=2))[1]["p2pcache"] for i in range(6)]
+        assert max(u["attempts"] for u in usages) <= 2
+        assert sum(u["attempts"] - 1 for u in usages) <= 2, "what one has found out spares the others"
+    finally:
+        os.kill(frozen, signal.SIGKILL)
+    eventually(lambda: len(pids() - {frozen}) == 2, 90)
+
+
+class Parrot:
+    """An engine of somebody's own: the four methods and nothing else. Says the prompt again."""
+
+    def __init__(self, config: Any, client: Any):
+        pass
+
+    def begin(self, request: Any) -> Any:
+        return SimpleNamespace(kv_bytes=1, cached_tokens={}, say=iter(request.tokens.tolist() * 9))
+
+    def prefill(self, sequence: Any) -> int:
+        return next(sequence.say)
+
+    def decode(self, sequences: Any) -> list[int]:
+        return [next(s.say) for s in sequences]
+
+    def finish(self, sequence: Any) -> None:
+        pass
+
+
+def test_an_engine_of_four_methods_is_served(serving: Any, model: str):
+    from ray import serve
+
+    from p2pcache.serve.app import deployment
+
+    serve.run(
+        deployment(Parrot, model=model, name="parrot", replica_cpus=0), name="parrot", route_prefix="/parrot"
+    )
+    try:
+        body = {"model": "parrot", "prompt": "hello ", "max_tokens": 12}
+        said = requests.post(URL.replace("/v1", "/parrot/v1") + "/completions", json=body, timeout=60).json()
+        assert (
+            said["choices"][0]["text"] == "hello hello " and said["choices"][0]["finish_reason"] == "length"
+        )
+    finally:
+        serve.delete("parrot")
+
+
+def test_input_made_to_break_a_server_is_refused(serving: Any):
+    post = lambda body: requests.post(f"{URL}/completions", data=body, timeout=30)  # noqa: E731
+    assert post(b"[" * 200_000).status_code == 400
+    assert post(b'{"model": "small", "prompt": "\\ud800"}').status_code == 400
+    assert post(b'{"model": "small", "prompt": "' + b"x" * (9 << 20) + b'"}').status_code == 413
+    tokens = json.dumps({"model": "small", "prompt": [5] * 1_000_000}).encode()
+    response = post(tokens)
+    assert response.status_code == 400 and response.json()["error"]["code"] == "context_length_exceeded"
+    assert requests.get(f"{URL}/models/small", timeout=30).json()["id"] == "small"
+    assert requests.get(f"{URL}/models/other", timeout=30).json()["error"]["code"] == "model_not_found"
+
+
+def test_a_stop_text_keeps_the_account_of_the_cache(serving: Any):
+    whole, usage = answer(chat(*DOCUMENTS[:2], "Stop!", max_tokens=30))
+    stopped, cut = answer(chat(*DOCUMENTS[:2], "Stop!", max_tokens=30, stop=[whole[5:8]]))
+    assert stopped == whole[: whole.index(whole[5:8])]
+    assert cut["prompt_tokens_details"]["cached_tokens"] > 400
 
 
 def streamed(response: requests.Response, after_some: Callable[[], None]) -> tuple[str, dict[str, Any]]:

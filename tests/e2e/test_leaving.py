@@ -16,6 +16,7 @@ from p2pcache.api import Cache
 from p2pcache.core.membership import View
 from p2pcache.discovery import SOCKET_VARIABLE
 from p2pcache.node.fence import Fence
+from p2pcache.runtime import NodeRuntime
 from p2pcache.types import Fenced, NodeDown
 from tests.fault.node_process import PATIENCE_S, until
 
@@ -243,3 +244,50 @@ def test_two_meshes_on_one_machine_are_not_mixed_up(
             assert cli.main(["status", "--socket", two.nodes[0].socket_path]) == 0
             assert capsys.readouterr().out.count("host ") == 1
     assert one.nodes[0].member.name == "a"
+
+
+@pytest.mark.parametrize("mesh", [{"host_bytes_max": 4 * MIB}], indirect=True)
+def test_an_heir_keeps_most_of_its_own_and_of_the_leavers_the_hottest(mesh: EmbeddedMesh):
+    leaving, heir = mesh.nodes[0], mesh.nodes[1]
+    for node in mesh.nodes[:2]:
+        node.apply_view([n.member for n in mesh.nodes[:2]])
+    keep(cache(mesh, 1), 2, 3072)  # 48 bodies of 64 KiB: a quarter of its room is free
+    keep(cache(mesh, 0), 1, 4096)  # 64 bodies
+
+    def hottest_first(node: NodeRuntime) -> list[bytes]:
+        return [slot.body.exact for slot in node.node.residency.tier.resident()][::-1]
+
+    before, own = hottest_first(leaving), hottest_first(heir)
+    handed = leaving.drain(PATIENCE_S)
+    assert handed["bodies"] == 16 and handed["left"] == 48
+    after = hottest_first(heir)
+    assert after[:16] == before[:16], "the leaver's hottest, in its order"
+    assert set(own) <= set(after), "there was room for them"
+    again = leaving.drain(PATIENCE_S)
+    assert again["bodies"] == 16, "what is there already counts, and nothing more is pushed out"
+    assert hottest_first(heir)[16:] == own
+
+
+def test_what_leaves_too_takes_nothing_over(mesh: EmbeddedMesh):
+    for index in range(2):
+        keep(cache(mesh, index), index + 1)
+    mesh.nodes[1].call(mesh.nodes[1].node.drain(0.0))
+    handed = mesh.nodes[0].drain(PATIENCE_S)
+    assert handed["bodies"] == 16, "the third takes all"
+    assert mesh.nodes[1].status()["host"]["bodies"] == 16
+    mesh.nodes[1].stay()
+    until(lambda: not mesh.nodes[1].status()["draining"], "it stays")
+
+
+def test_a_batch_that_was_fenced_is_told_again(mesh: EmbeddedMesh):
+    """Left out for a moment and taken in again, before any later batch: nothing may be lost for good."""
+    stay = mesh.nodes[1:]
+    for node in stay:
+        node.apply_view([n.member for n in stay])
+    cache_0 = cache(mesh, 0)
+    run, kv = torch.arange(1024) + 77_000, torch.randn(NAMESPACE.layout.shape(1024))
+    assert not cache_0.store(cache_0.chunks(run, CHUNKS), kv).published(PATIENCE_S)
+    for node in stay:
+        node.apply_view([n.member for n in mesh.nodes])
+    mesh.nodes[0].contact()
+    until(lambda: came(cache(mesh, 1), run, kv) == 16, "all of it is known")

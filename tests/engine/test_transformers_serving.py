@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Iterator
@@ -480,6 +481,14 @@ def test_a_seed_gives_the_same_answer_alone_and_in_a_batch(alone) -> None:
     assert answered(alone, other).answer != want
 
 
+def test_a_seed_goes_on_where_another_replica_left_off(alone) -> None:
+    asked = request(run(100, 30), 12, sampling=Sampling(temperature=1.5, top_p=0.9, seed=7))
+    want = answered(alone, asked).answer
+    tokens = np.concatenate([asked.tokens, np.asarray(want[:5], np.uint32)])
+    rest = dataclasses.replace(asked, tokens=tokens, tokens_max=7, drawn=5)
+    assert answered(alone, rest).answer == want[5:]
+
+
 def test_no_seed_gives_another_answer_each_time(alone) -> None:
     asked = request(run(110, 30), 16, sampling=Sampling(temperature=2.0))
     assert len({tuple(answered(alone, asked).answer) for _ in range(4)}) > 1
@@ -493,7 +502,14 @@ def test_temperature_zero_is_the_likeliest() -> None:
 
 def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
     logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log()
-    for top_p, kept in ((0.4, [1]), (0.6, [1, 3]), (0.8, [1, 2, 3]), (0.95, [0, 1, 2, 3]), (1e-9, [1])):
+    for top_p, kept in (
+        (0.4, [1]),
+        (0.6, [1, 3]),
+        (0.8, [1, 2, 3]),
+        (0.95, [0, 1, 2, 3]),
+        (1e-9, [1]),
+        (1e-320, [1]),
+    ):
         assert probabilities(logits, 1.0, top_p).nonzero().flatten().tolist() == kept
     torch.testing.assert_close(probabilities(logits, 1.0, 1.0), logits.exp())
     torch.testing.assert_close(probabilities(logits, 0.5, 1.0), (2 * logits).softmax(-1))

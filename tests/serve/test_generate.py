@@ -43,9 +43,12 @@ class Response:
             if fault is not None and (event := await asyncio.wait_for(ready(fault(i)), 5)) is not None:
                 yield event
                 return
-            yield {"tokens": [ANSWER[i]]}
+            started = {"started": {"cached": {"local": 3}, "queue_s": 0.5}, "node": "n"}
+            yield {"tokens": [ANSWER[i]]} | (started if i == self._said else {})
             yield {"tokens": []}
-        yield {"end": {"finish": "length", "cached": {"local": 3}, "queue_s": 0.5}}
+        if fault is not None and fault(len(ANSWER)) is not None:
+            return
+        yield {"end": {"finish": "length"}}
 
     def __aiter__(self) -> Response:
         return self
@@ -119,7 +122,25 @@ def test_another_replica_goes_on_behind_the_tokens_that_have_come(index: int, fa
     assert tokens == ANSWER == answer.tokens and answer.finish == "length"
     assert answer.attempts == 2 and answer.replica == "r1"
     assert [r.avoid for r in handle.routes] == [frozenset(), frozenset({"r0"})]
-    assert all(r.cancelled for r in handle.responses)
+    assert all(r.cancelled for r in handle.responses) and all(r.over for r in handle.routes)
+
+
+def test_an_answer_that_lacks_only_its_end_is_whole():
+    tokens, answer = run(handle := Handle(at(len(ANSWER), dies)))
+    assert tokens == ANSWER and (answer.finish, answer.attempts) == ("length", 1)
+    assert answer.cached == {"local": 3} and len(handle.responses) == 1
+
+
+def test_where_no_replica_could_even_be_chosen_all_are_busy():
+    class Full(Handle):
+        def _remote(self, asked: Generation, *, route: Route) -> Response:
+            response = super()._remote(asked, route=route)
+            route.chosen = ""
+            return response
+
+    with pytest.raises(Unavailable) as caught:
+        run(Full(*[at(0, silence)] * 3))
+    assert caught.value.busy
 
 
 def test_faults_one_after_the_other_lose_and_double_nothing():
@@ -161,7 +182,8 @@ def test_what_is_left_of_a_request():
     assert continued(whole, []) is whole
     left = continued(request(6), [10, 11])
     assert left.tokens.dtype == np.uint32 and left.tokens.tolist() == [0, 1, 2, 3, 4, 10, 11]
-    assert left.tokens_max == 4 and left.boundaries == (2,)
+    assert left.tokens_max == 4 and left.boundaries == (2,) and left.drawn == 2
+    assert continued(left, [12]).drawn == 3
 
 
 # -- where the KV is -------------------------------------------------------------------------------

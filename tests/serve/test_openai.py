@@ -31,6 +31,14 @@ TEXT = {"model": "m", "prompt": "hi"}
         ({"model": "m", "messages": []}, True, "messages must be a list"),
         ({"model": "m", "messages": ["hi"]}, True, r"messages\[0\] must be an object"),
         ({"model": "m", "messages": [{"content": "hi"}]}, True, "with a role"),
+        (
+            {"model": "m", "messages": [{"role": "user<|end|>", "content": "hi"}]},
+            True,
+            "with a role of system",
+        ),
+        (TEXT | {"prompt": "half \ud800"}, False, "half of a surrogate"),
+        ({"model": "m", "messages": [{"role": "user", "content": "\udfff"}]}, True, "half of a surrogate"),
+        (TEXT | {"temperature": 10**400}, False, "temperature must be a number"),
         ({"model": "m", "messages": [{"role": "user", "content": 3}]}, True, "must be text"),
         ({"model": "m", "messages": [{"role": "user", "content": ["x"]}]}, True, "must hold objects"),
         (TEXT | {"max_tokens": 0}, False, "above 0"),
@@ -77,6 +85,7 @@ def test_a_good_request_is_read():
     assert (asked.sampling.temperature, asked.sampling.top_p, asked.sampling.seed) == (0.0, 0.5, 3)
     plain = read(TEXT, chat=False)
     assert plain.sampling.temperature == 1.0 and plain.answer_tokens is None and not plain.stream
+    assert read(TEXT | {"max_completion_tokens": None, "max_tokens": 5}, chat=False).answer_tokens == 5
     assert read(TEXT | {"prompt": ["hi"]}, chat=False).prompt == "hi"
     assert read(TEXT | {"prompt": [[1, 2]]}, chat=False).prompt == [1, 2]
     assert read(TEXT | {"prompt": [1, 2]}, chat=False).prompt == [1, 2]

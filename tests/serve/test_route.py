@@ -80,17 +80,32 @@ def test_a_replica_that_has_just_failed_is_left_out_while_there_is_another():
     )
 
 
-def test_a_backlog_counts_what_has_not_ended():
+def test_a_backlog_counts_what_is_not_over():
     backlog = Backlog()
-    backlog.give("a", "1", 100.0)
-    backlog.give("a", "2", 50.0)
-    assert backlog.wait("a") == 150 and backlog.wait("b") == 0
-    backlog.ended("a", "1")
-    backlog.ended("a", "1")
-    backlog.ended("b", "9")
+    one, two = Route(100, answer_tokens=10), Route(50)
+    backlog.give("a", "node-a", one)
+    backlog.give("a", "node-a", two)
+    assert backlog.wait("a") == 160 and backlog.wait("b") == 0 and one.chosen == "a"
+    one.over = True
+    assert backlog.wait("a") == 50
+    gone = Route(70, over=True)
+    backlog.give("a", "node-a", gone)  # it had ended before the router heard that it was accepted
     assert backlog.wait("a") == 50
     backlog.keep(["b"])
     assert backlog.wait("a") == 0
+
+
+def test_who_has_failed_is_left_alone_by_others_for_a_while():
+    backlog = Backlog(suspect_s=10.0)
+    backlog.suspect({"b"}, 100.0)
+    assert backlog.suspects(109.9) == {"b"} and not backlog.suspects(110.0)
+    held = Route(2000, held={"node-b": 2000}, anywhere=2000)
+    assert rank(held, replicas(a=0, b=0), RNG, frozenset("b"))[0] == ["a"]
+    assert rank(held, replicas(b=0), RNG, frozenset("b")) == [["b"]]
+    failed = Route(2000, held={}, avoid=frozenset("a"))
+    assert rank(failed, replicas(a=0, b=0), RNG, frozenset("b")) == [["b"]], (
+        "a suspect before who just failed"
+    )
 
 
 @given(
@@ -114,9 +129,9 @@ def test_equal_cold_work_is_shared_out_evenly(keys: list[int], count: int):
     """Requests that never end: the most loaded replica has at most one prompt more than the average."""
     backlog = Backlog()
     names = [f"r{i}" for i in range(count)]
-    for i, key in enumerate(keys):
+    for key in keys:
         route = Route(2000, held={}, key=key.to_bytes(16, "big"))
         chosen = first(route, [Candidate(n, n, backlog.wait(n)) for n in names])
-        backlog.give(chosen, str(i), route.work(chosen))
+        backlog.give(chosen, chosen, route)
     waits = [backlog.wait(n) for n in names]
     assert max(waits) - min(waits) <= 2000
