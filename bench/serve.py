@@ -35,6 +35,7 @@ NODES = ("a", "b")
 PORT = 8175
 MODEL = "SmolLM2-135M-Instruct"
 ANSWER_TOKENS = 16
+HOST_BYTES = 320 << 20  # less than what all requests have to store, so that it matters where they go
 MIB = 1 << 20
 ARMS: dict[str, dict[str, Any]] = {
     "no_cache": {"cache": False, "routing": "default"},
@@ -103,7 +104,7 @@ def _app(settings: dict[str, Any]) -> Iterator[None]:
                     include_dashboard=False,
                 )
             ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
-            mesh = Mesh.ensure({"host_bytes_max": 2048 * MIB, "runtime_dir": f"{folder}/run"})
+            mesh = Mesh.ensure({"host_bytes_max": HOST_BYTES, "runtime_dir": f"{folder}/run"})
             mesh.wait_for(len(NODES))
             serve.start(http_options={"host": "127.0.0.1", "port": PORT}, proxy_location="HeadOnly")
             app = deployment(replicas=len(NODES), threads=1, dtype="float32", **settings)

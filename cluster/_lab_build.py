@@ -162,16 +162,16 @@ def stop(record: Record, state: State, name: str) -> list[str]:
     return left
 
 
-def remove(record: Record, state: State | None) -> list[str]:
+def remove(record: Record, state: State) -> list[str]:
     """Remove all that is recorded and still the same. Returns what was left."""
     left: list[str] = []
-    if state is not None and state.boot_id == machine.boot_id():
+    if state.boot_id == machine.boot_id():
         for name in state.hosts:
             left += stop(record, state, name)
         for name, identity in state.namespaces.items():
             if not machine.delete_namespace(name, identity) and machine.namespace_identity(name):
                 left.append(f"network namespace {name}")
-    for path, identity in state.folders.items() if state is not None else ():
+    for path, identity in state.folders.items():
         if not machine.delete_folder(Path(path), identity) and machine.folder_identity(Path(path)):
             left.append(path)
     for path in (record.path.with_suffix(".new"), record.path, record.lock):

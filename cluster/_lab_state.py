@@ -90,6 +90,8 @@ class Record:
             return State.of(json.loads(self.path.read_text()))
         except FileNotFoundError:
             raise LabError(f"there is no lab {self.name} ({self.folder})") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise LabError(f"{self.path} is no record of a lab") from None
 
     def write(self, state: State) -> None:
         """Replace the state; whoever reads meanwhile gets the old one or the new one."""

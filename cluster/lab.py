@@ -107,11 +107,11 @@ class Lab:
     def down(self) -> list[str]:
         """Remove the lab; nothing if there is none. Returns what was left, for not being the lab's."""
         record = self._record
-        if not record.folder.is_dir():
+        if not record.path.is_file():  # without a record nothing in the folder is known to be a lab's
             return []
         machine.private_folder(record.folder)  # checks whose it is
         with machine.locked(record.lock):
-            return build.remove(record, record.read() if record.path.exists() else None)
+            return build.remove(record, record.read())
 
     def add(self) -> str:
         """Make one more host and return its name once it takes logins."""

@@ -36,10 +36,10 @@ def entered() -> Iterator[None]:
     """The same for a block: afterwards the calling thread is where it was. Needs root."""
     home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
     try:
-        enter()
         try:
+            enter()
             yield
-        finally:
+        finally:  # also where loopback did not come up
             _call(_libc.setns, home, _CLONE_NEWNET)
     finally:
         os.close(home)

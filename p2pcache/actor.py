@@ -18,7 +18,7 @@ from p2pcache.config import NodeConfig
 from p2pcache.core.membership import Member
 from p2pcache.io.members_ray import RayNode
 from p2pcache.metrics_ray import RayExporter
-from p2pcache.runtime import NodeRuntime, runtime_folder
+from p2pcache.runtime import NodeRuntime, runtime_folder, stay_responsive
 from p2pcache.types import NodeDown
 
 RAY_NAMESPACE = "p2pcache"
@@ -62,6 +62,7 @@ class NodeActor:
     """
 
     def __init__(self, settings: Mapping[str, Any], node_id: str):
+        stay_responsive()
         settings = dict(settings)
         if settings.get("host") == "node-ip":
             settings["host"] = ray.util.get_node_ip_address()

@@ -37,6 +37,14 @@ _RAY = (
 _LEFT = f"ps -eo pid=,args= | grep -E '{_RAY}' || true"
 
 
+_START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
+_NO_TERMINAL = re.compile(r"bash: (cannot set terminal process group|no job control)")
+
+
+def _texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(v, str) for v in values)
+
+
 @dataclass(frozen=True, slots=True)
 class Said:
     """What a command on a host came to."""
@@ -67,8 +75,17 @@ class Cluster:
         provider = config.get("provider") if isinstance(config, dict) else None
         if not isinstance(provider, dict) or "type" not in provider:
             raise ConfigError(f"{path} is no description of a Ray cluster: it names no provider")
-        if provider["type"] == "local" and not isinstance(provider.get("head_ip"), str):
-            raise ConfigError(f"{path}: the local provider needs head_ip")
+        if provider["type"] == "local":
+            if not isinstance(provider.get("head_ip"), str):
+                raise ConfigError(f"{path}: the local provider needs head_ip")
+            if not _texts(provider.get("worker_ips") or []):
+                raise ConfigError(f"{path}: worker_ips must be a list of addresses")
+        auth = config.get("auth") or {}
+        if not isinstance(auth, dict) or not _texts(list(auth.values())):
+            raise ConfigError(f"{path}: auth must map names to texts")
+        for key in _START_COMMANDS:
+            if not _texts(config.get(key) or []):
+                raise ConfigError(f"{path}: {key} must be a list of commands")
         return Cluster(path, config)
 
     @property
@@ -94,7 +111,7 @@ class Cluster:
 
     def program(self, name: str) -> str:
         """How the hosts call `ray` or `p2pcache`: as the YAML's own start commands do."""
-        for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        for key in _START_COMMANDS:
             for command in self.config.get(key) or []:
                 found = re.search(rf"(?:^|\s)(\S*/)?{name}\s+(?:start|stop)\b", command)
                 if found:
@@ -113,8 +130,9 @@ class Cluster:
             ssh += ["-o", f"ProxyCommand={auth['ssh_proxy_command']}"]
         if auth.get("ssh_user"):
             ssh += ["-l", str(auth["ssh_user"])]
-        # As Ray does: ~/.bashrc counts, and where it complains of no terminal, that is no error.
-        words = [*ssh, "--", host, f"bash --login -c {shlex.quote(command)}"]
+        # As Ray does: ~/.bashrc counts, whatever guards it against shells that are not interactive.
+        command = f"source ~/.bashrc; {command}"
+        words = [*ssh, "--", host, f"bash --login -c -i {shlex.quote(command)}"]
         try:
             ended = subprocess.run(
                 words, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL
@@ -123,7 +141,8 @@ class Cluster:
             return Said(_SSH_FAILED, "", f"no answer within {timeout_s:.0f} s")
         except FileNotFoundError:
             raise ConfigError("there is no `ssh` on this host") from None
-        return Said(ended.returncode, ended.stdout, ended.stderr.strip())
+        error = "\n".join(line for line in ended.stderr.splitlines() if not _NO_TERMINAL.match(line))
+        return Said(ended.returncode, ended.stdout, error.strip())
 
     def ask_head(self, arguments: list[str], timeout_s: float = _ASK_S) -> Said:
         """Run a `p2pcache` command on the head. Raises NodeDown where the head cannot be reached."""
@@ -187,8 +206,11 @@ class Cluster:
     def _stop_host(self, host: str) -> str:
         """Stop Ray on one host. Returns what is wrong, or nothing."""
         ray = self.program("ray")
-        said = self.run(host, f"{ray} stop --grace-period 5; {ray} stop --force; {_LEFT}", _STOP_S)
+        stop = f"{ray} stop --grace-period 5; {ray} stop --force; command -v {ray} ps | wc -l; {_LEFT}"
+        said = self.run(host, stop, _STOP_S)
         if not said.reached:
             return f"cannot be reached: {said.error}"
+        if "2" not in said.out.splitlines():
+            return f"has no {ray}, or no ps: {said.error}"
         left = [line for line in said.out.splitlines() if re.match(r"\s*\d+ .*(raylet|gcs_server|ray)", line)]
         return f"still runs: {'; '.join(line.strip()[:120] for line in left)}" if left else ""

@@ -16,6 +16,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -202,6 +203,16 @@ class NodeRuntime:
             except Exception:  # what comes after it must be let go of all the same
                 _log.exception("a part of the node did not close")
         await self._loop.shutdown_default_executor()
+
+
+def stay_responsive() -> None:
+    """Give this thread, and those that it starts, the usual priority, where it may.
+
+    Ray runs its workers at nice 15. Who only waits and answers, as a node does, must not wait behind all
+    those who compute.
+    """
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def _transports(config: NodeConfig, socket_path: str) -> list[Transport]:

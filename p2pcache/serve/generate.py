@@ -150,7 +150,7 @@ async def generate(
         response = handle.generate.remote(rest, route=asked)
         try:
             async for event in _events(response, config.silent_s):
-                answer.replica = asked.chosen
+                answer.replica = event.get("replica") or asked.chosen or answer.replica
                 if "started" in event and answer.attempts == 1:
                     started = event["started"]
                     answer.cached, answer.queue_s = started["cached"], started["queue_s"]

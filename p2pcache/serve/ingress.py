@@ -15,6 +15,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 import p2pcache
+from p2pcache.runtime import stay_responsive
 from p2pcache.serve import openai
 from p2pcache.serve.config import ServeConfig
 from p2pcache.serve.engine import Generation
@@ -155,6 +156,7 @@ class Ingress:
     """`/v1/completions`, `/v1/chat/completions`, `/v1/models`."""
 
     def __init__(self, config: ServeConfig, replicas: Any):
+        stay_responsive()
         self._config = config
         self._replicas = replicas.options(stream=True)
         self._describe = replicas.describe

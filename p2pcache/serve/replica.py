@@ -7,6 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from ray import serve
+
 import p2pcache
 from p2pcache.api import Client
 from p2pcache.serve.admission import AdmissionConfig, Refused
@@ -46,7 +48,7 @@ class Replica:
         """The answer to one request.
 
         `{"tokens": [ids]}` as they come, empty ones as signs of life; with the first `{"started": {cached,
-        queue_s}, "node": name}`; at the end `{"end": {finish, ...}}`
+        queue_s}, "node": name, "replica": id}`; at the end `{"end": {finish, ...}}`
         or `{"error": {kind, message}}` with kind `request`, `busy`, `too_large`, `closing` or `engine`.
         Whoever stops reading gives the rest up, and its leases end.
         """
@@ -64,10 +66,14 @@ class Replica:
             try:
                 async for event in _with_signs_of_life(stream):
                     if "started" in event:
-                        event["node"] = self._client.node if self._client is not None else ""
+                        event |= self._where()
                     yield event
             except (Closing, EngineFailed) as error:
                 yield {"error": {"kind": _kind(error), "message": str(error)}}
+
+    def _where(self) -> dict[str, str]:
+        node = self._client.node if self._client is not None else ""
+        return {"node": node, "replica": serve.get_replica_context().replica_id.unique_id}
 
     async def describe(self) -> dict[str, Any]:
         """What an ingress must know of the model: the engine's own words, and this replica's node."""

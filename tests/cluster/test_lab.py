@@ -357,3 +357,16 @@ def test_the_state_survives_its_file() -> None:
     hosts = {"h1": Host("10.0.0.1", (1, 2), (3, 4)), "h2": Host("10.0.0.2")}
     state = State("10.0.0.0/24", 1, None, None, "id", hosts, {"a": (1, 2)}, {"b": (3, 4)}, {"c": (5, 6)})
     assert State.of(json.loads(json.dumps(dataclasses.asdict(state)))) == state
+
+
+def test_down_leaves_alone_what_has_no_record_of_a_lab(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o700)
+    for name in ("lock", "state.new"):
+        (folder / name).write_text("mine")
+    assert Lab("x", folder=folder).down() == []
+    assert sorted(os.listdir(folder)) == ["lock", "state.new"]
+    (folder / "state.json").write_text('{"a": 1}')
+    with pytest.raises(LabError, match="no record of a lab"):
+        Lab("x", folder=folder).down()
+    assert len(os.listdir(folder)) == 3

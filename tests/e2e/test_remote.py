@@ -67,6 +67,11 @@ def cluster() -> Cluster:
         ("provider: local", "names no provider"),
         ("provider: {type: local}", "needs head_ip"),
         ("provider: {type: local, head_ip: 3}", "needs head_ip"),
+        ("provider: {type: local, head_ip: a, worker_ips: 127.0.0.2}", "worker_ips must be a list"),
+        ("provider: {type: local, head_ip: a, worker_ips: [3]}", "worker_ips must be a list"),
+        ("provider: {type: local, head_ip: a}\nauth: [x]", "auth must map names to texts"),
+        ("provider: {type: local, head_ip: a}\nauth: {ssh_user: 7}", "auth must map names to texts"),
+        ("provider: {type: local, head_ip: a}\nworker_start_ray_commands: ray start", "list of commands"),
     ],
 )
 def test_what_describes_no_cluster_is_refused(tmp_path: Path, text: str, says: str):
@@ -91,7 +96,7 @@ def test_a_command_reaches_a_host_with_its_user_key_and_login_environment(cluste
     assert (said.status, said.out, said.reached) == (3, "out", True) and "said by ssh" in said.error
     (words,) = hosts.asked()
     assert words[words.index("-l") + 1] == "ubuntu" and words[words.index("-i") + 1].endswith("/id_ed25519")
-    assert words[-2] == "10.0.0.2" and words[-1].startswith("bash --login -c ")
+    assert words[-2] == "10.0.0.2" and words[-1].startswith("bash --login -c -i ")
 
 
 def test_all_nodes_and_the_hosts_that_have_none_are_shown(cluster: Cluster, hosts: Hosts):
@@ -134,10 +139,10 @@ def test_down_stops_every_host_and_tells_of_those_that_it_could_not(
     said: list[str] = []
     hosts.say(
         {
-            "10.0.0.2|ray stop": (0, "Stopped all 5 Ray processes.\n"),
+            "10.0.0.2|ray stop": (0, "Stopped all 5 Ray processes.\n2\n"),
             "10.0.0.3|ray stop": (255, ""),
             "10.0.0.1|p2pcache stop": (0, ""),
-            "10.0.0.1|ray stop": (0, " 77 /x/gcs/gcs_server --port\n"),
+            "10.0.0.1|ray stop": (0, "2\n 77 /x/gcs/gcs_server --port\n"),
         }
     )
     assert not cluster.down(said.append)
@@ -146,7 +151,9 @@ def test_down_stops_every_host_and_tells_of_those_that_it_could_not(
         "10.0.0.2: stopped",
         "10.0.0.3: cannot be reached: said by ssh",
     ]
-    hosts.say({"*|stop": (0, "Stopped all 5 Ray processes.\n")})
+    hosts.say({"*|stop": (0, "1\n")})
+    assert not cluster.down(said.append) and "has no ~/p2pcache-venv/bin/ray, or no ps" in said[-1]
+    hosts.say({"*|stop": (0, "Stopped all 5 Ray processes.\n2\n")})
     assert cluster.down(said.append)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert cluster.down(said.append), "`ray down` may fail where nothing of it is left in the end"
