@@ -1,13 +1,10 @@
-"""From the ingress to a replica and back: where a prompt's KV is, who answers, and what if it dies."""
+"""From the ingress to a replica and back: who answers, and what if it dies or falls silent."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,19 +12,11 @@ import numpy as np
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from p2pcache.api import Cache
-from p2pcache.core.keys import ContentKey
-from p2pcache.io.members_ray import alive_nodes
-from p2pcache.results import Lookup
 from p2pcache.serve.config import ServeConfig
-from p2pcache.serve.engine import Generation, chunker_of
+from p2pcache.serve.engine import Generation
 from p2pcache.serve.route import Route
 
 _log = logging.getLogger(__name__)
-_NODES_EVERY_S = 2.0
-_LOOKUP_S = 0.05
-_LOOKUPS_AT_ONCE = 8
-_LOOKUPS_WAITING_MAX = 32
 _AGAIN = ("busy", "closing", "engine")  # kinds of errors that another replica may not have
 
 
@@ -41,79 +30,6 @@ class Unavailable(Exception):
 
 class Refused(Exception):
     """The engine finds the request itself wrong."""
-
-
-class Locator:
-    """Asks the directory, through this host's node, where the KV of prompts lies."""
-
-    def __init__(self, cache: Cache, config: ServeConfig):
-        self._cache = cache
-        self._config = config
-        self._pool = ThreadPoolExecutor(_LOOKUPS_AT_ONCE, thread_name_prefix="p2pcache-locate")
-        self._looking = 0
-        self._ids: dict[str, str] = {}  # p2pcache's name of a node -> Ray's
-        self._looked_s = float("-inf")
-        self.counts: Counter[str] = Counter()  # located, late
-
-    async def route(self, request: Generation) -> Route:
-        """What the router should know; without `held` where the directory took longer than its budget."""
-        route = Route(len(request.tokens), request.tokens_max, pull_share=self._config.pull_share)
-        if self._looking >= _LOOKUPS_WAITING_MAX:
-            self.counts["late"] += 1
-            return route
-        self._looking += 1
-        looking = asyncio.get_running_loop().run_in_executor(self._pool, self._look, request)
-        done, _ = await asyncio.wait({looking}, timeout=self._config.route_budget_s)
-        looking.add_done_callback(self._looked)
-        if not done or looking.exception() is not None:
-            looking.cancel()
-            self.counts["late"] += 1
-            return route
-        self.counts["located"] += 1
-        return locate(route, looking.result(), self._ids)
-
-    def _looked(self, looking: asyncio.Future[Lookup]) -> None:
-        self._looking -= 1
-        if not looking.cancelled():
-            looking.exception()
-
-    def _look(self, request: Generation) -> Lookup:
-        self._follow_nodes()
-        return self._cache.lookup(
-            request.tokens,
-            chunker=chunker_of(request.boundaries),
-            content_reuse=self._config.content_reuse,
-            everywhere=True,
-            budget_s=_LOOKUP_S,
-        )
-
-    def _follow_nodes(self) -> None:
-        now_s = time.monotonic()
-        if now_s < self._looked_s + _NODES_EVERY_S:
-            return
-        self._looked_s = now_s
-        try:
-            self._ids = {n.name: n.node_id for n in alive_nodes(labelled_only=False)}
-        except Exception as error:  # the GCS does not answer: what was known stays
-            _log.info("the nodes of the cluster are not known anew: %s", error)
-
-
-def locate(route: Route, lookup: Lookup, ids: Mapping[str, str]) -> Route:
-    """Add up who holds how many tokens of a prompt. ids: p2pcache's name of a node -> Ray's."""
-    held: Counter[str] = Counter()
-    anywhere, key = 0, b""
-    for chunk in lookup.chunks:
-        nodes = {h.node for found in chunk.found for h in found.holders}
-        if nodes:
-            anywhere += chunk.keys.tokens
-        elif not key:
-            key = bytes(ContentKey(chunk.keys.content))
-        for node in nodes:
-            if node in ids:
-                held[ids[node]] += chunk.keys.tokens
-    if not key and lookup.chunks:
-        key = bytes(lookup.chunks[0].keys.content)
-    return replace(route, held=dict(held), anywhere=anywhere, key=key)
 
 
 @dataclass

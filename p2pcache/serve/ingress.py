@@ -19,7 +19,8 @@ from p2pcache.runtime import stay_responsive
 from p2pcache.serve import openai
 from p2pcache.serve.config import ServeConfig
 from p2pcache.serve.engine import Generation
-from p2pcache.serve.generate import Answer, Locator, Refused, Unavailable, generate
+from p2pcache.serve.generate import Answer, Refused, Unavailable, generate
+from p2pcache.serve.locator import Locator
 from p2pcache.serve.metrics import IngressMetrics
 from p2pcache.serve.models import load_tokenizer
 from p2pcache.serve.openai import Asked, BadRequest
@@ -51,7 +52,7 @@ class _Run:
         self._request = request
         self._answer = Answer()
         self._writer = openai.Writer(asked)
-        self._located = False
+        self._knew = "unasked"
         self._started_s = time.monotonic()
 
     async def response(self) -> Any:
@@ -71,10 +72,11 @@ class _Run:
     async def _pieces(self) -> AsyncIterator[str]:
         """Text as it may be shown. The first one comes with the first token, even where it is empty."""
         locator = self._ingress._model.locator
-        route = await locator.route(self._request) if locator is not None else None
-        self._located = route is not None and route.held is not None
+        route = None
+        if locator is not None:
+            route, self._knew = await locator.route(self._request)
         metrics = self._ingress._metrics
-        metrics.routed("unasked" if route is None else "located" if self._located else "late")
+        metrics.routed(self._knew)
         detokenizer, stop = Detokenizer(self._ingress._tokenizer), StopText(self._asked.stops)
         tokens = generate(self._ingress._replicas, self._request, route, self._ingress._config, self._answer)
         try:
@@ -92,6 +94,8 @@ class _Run:
             yield stop.add(detokenizer.rest()) + stop.rest()
             if stop.found:
                 self._answer.finish = "stop"
+            if locator is not None and self._answer.node:
+                locator.served(self._request, self._answer.node)
             metrics.answered(self._answer.attempts, len(self._request.tokens), self._answer.cached)
         finally:
             await tokens.aclose()
@@ -125,7 +129,7 @@ class _Run:
                 "node": answer.node,
                 "attempts": answer.attempts,
                 "queue_s": round(answer.queue_s, 6),
-                "located": self._located,
+                "routed": self._knew,
             }
         }
 

@@ -23,7 +23,7 @@ class IngressMetrics:
         )
         self._routes = Counter(
             "p2pcache_serve_routes_total",
-            "Requests by what the router knew: located, late (the directory took too long), unasked",
+            "Requests by what the router knew: located, remembered (the directory was late), late, unasked",
             ("model", "knew"),
         )
         self._tokens = Counter(

@@ -12,12 +12,12 @@ import pytest
 from ray.exceptions import RayActorError
 
 from p2pcache.core.keys import ChunkKeys
-from p2pcache.results import Lookup
 from p2pcache.serve.config import ServeConfig
 from p2pcache.serve.engine import Generation
-from p2pcache.serve.generate import Answer, Refused, Unavailable, continued, generate, locate
+from p2pcache.serve.generate import Answer, Refused, Unavailable, continued, generate
+from p2pcache.serve.locator import Memory, locate
 from p2pcache.serve.route import Route
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, Miss, Provenance, Tier
+from p2pcache.types import ContentKey, ExactKey
 
 PROMPT = np.arange(5, dtype=np.uint32)
 CONFIG = ServeConfig(silent_s=0.2, attempts_max=3)
@@ -189,28 +189,38 @@ def test_what_is_left_of_a_request():
 # -- where the KV is -------------------------------------------------------------------------------
 
 
-def lookup(*chunks: tuple[int, list[str]]) -> Lookup:
-    """Chunks of so many tokens, held by these nodes."""
-    made, start = [], 0
-    for number, (tokens, nodes) in enumerate(chunks):
-        content, exact = ContentKey(bytes([number]) * 16), ExactKey(bytes([number]) * 16)
-        body = BodyInfo(content, exact, tokens, 1, Provenance.IN_CONTEXT, start)
-        found = (Found(body, tuple(Holder(n, 1, Tier.HOST) for n in nodes)),) if nodes else ()
-        keys = ChunkKeys(start, start + tokens, bytes(32), content, exact)
-        made.append(SimpleNamespace(keys=keys, found=found, miss=None if nodes else Miss.ABSENT))
-        start += tokens
-    return Lookup(np.arange(start, dtype=np.uint32), tuple(made), 0.0)
+def place(*chunks: tuple[int, list[str]], ids: dict[str, str]) -> Route:
+    """Of a prompt with chunks of so many tokens, each held by these nodes."""
+    keys, nodes, start = [], {}, 0
+    for number, (tokens, holders) in enumerate(chunks):
+        content = ContentKey(bytes([number]) * 16)
+        keys.append(ChunkKeys(start, start + tokens, bytes(32), content, ExactKey(bytes(16))))
+        nodes[content], start = holders, start + tokens
+    return locate(Route(start), keys, nodes.__getitem__, ids)
 
 
 def test_tokens_are_added_up_by_node_and_the_key_is_the_first_chunk_that_nobody_holds():
-    found = lookup((100, ["a", "b"]), (50, ["b"]), (30, []), (20, ["stranger"]))
-    route = locate(Route(200), found, {"a": "ray-a", "b": "ray-b"})
+    chunks = [(100, ["a", "b"]), (50, ["b"]), (30, []), (20, ["stranger"])]
+    route = place(*chunks, ids={"a": "ray-a", "b": "ray-b"})
     assert route.held == {"ray-a": 100, "ray-b": 150}
     assert route.anywhere == 170 and route.key == bytes([2]) * 16
 
 
 def test_a_prompt_that_is_held_whole_or_not_at_all_has_a_key_too():
-    assert locate(Route(100), lookup((100, ["a"])), {"a": "x"}).key == bytes(16)
-    cold = locate(Route(100), lookup((60, []), (40, [])), {})
+    assert place((100, ["a"]), ids={"a": "x"}).key == bytes(16)
+    cold = place((60, []), (40, []), ids={})
     assert cold.held == {} and cold.anywhere == 0 and cold.key == bytes(16)
-    assert locate(Route(0), lookup(), {}).key == b""
+    assert place(ids={}).key == b""
+
+
+def test_what_was_heard_is_remembered_for_a_while_and_no_more_than_so_much():
+    memory = Memory(keys_max=2, age_s=10.0)
+    one, two, three = (ContentKey(bytes([i]) * 16) for i in range(3))
+    memory.hear(one, frozenset({"a"}), 0.0)
+    memory.add(one, "b", 5.0)
+    assert memory.nodes(one, 15.0) == {"a", "b"} and memory.nodes(one, 15.1) == frozenset()
+    memory.add(one, "c", 20.0)
+    assert memory.nodes(one, 20.0) == {"c"}, "what is too old is not carried along"
+    memory.hear(two, frozenset({"a"}), 20.0)
+    memory.hear(three, frozenset(), 20.0)
+    assert [memory.nodes(k, 20.0) for k in (one, two, three)] == [frozenset(), {"a"}, frozenset()]
