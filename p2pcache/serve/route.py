@@ -2,10 +2,11 @@
 
 All is weighed in one unit, prompt tokens of prefill. A replica's *work* for a prompt is what it would
 have to compute, plus a small share of what it would have to pull; its *wait* is the work of what it was
-given and has not ended. The least of work and wait wins; among replicas that come close to it, the
-choice falls by rendezvous hashing of the first chunk that nobody holds, so that cold prompts spread
-over the replicas and the same cold prompt goes to the same one twice. (Not the prompt's first chunk: a
-system prompt that all prompts share would send all of them to one replica.)
+given and has not ended. The least of work and wait wins; of replicas that come close to it, the one with
+the least work, where one that has lately got more than its share of requests counts for more. Of equal
+ones the choice falls by rendezvous hashing of the first chunk that nobody holds, so that cold prompts
+spread over the replicas and the same cold prompt goes to the same one twice. (Not the prompt's first
+chunk: a system prompt that all prompts share would send all of them to one replica.)
 """
 
 from __future__ import annotations
@@ -25,6 +26,13 @@ NEAR_SHARE = 0.1
 """Replicas whose cost is within this share of the prompt from the least are about as soon ready."""
 EQUAL_SHARE = 0.005
 """Of those, replicas whose work is within this share of the prompt from the least are equal."""
+UNEVEN_SHARE = 0.2
+"""A replica that has lately got this much more requests than the average counts as if it had to pull the
+whole prompt: locality may favour one for a while, and not for ever."""
+RECENT_S = 60.0
+"""Half-life of what counts as lately."""
+FEW = 5
+"""Requests; as long as there have been no more, they say little of how even the load is."""
 
 
 @dataclass
@@ -64,10 +72,12 @@ class Backlog:
     """
 
     suspect_s: float = 10.0
+    _recent: dict[str, tuple[float, float]] = field(default_factory=dict)  # replica -> requests, as of when
     _given: dict[str, list[tuple[Route, float]]] = field(default_factory=dict)  # replica -> routes, work
     _suspects: dict[str, float] = field(default_factory=dict)  # replica -> until
 
-    def give(self, replica: str, node_id: str, route: Route) -> None:
+    def give(self, replica: str, node_id: str, route: Route, now_s: float) -> None:
+        self._recent[replica] = self.recent(replica, now_s) + 1.0, now_s
         work = route.work(node_id) + DECODE_SHARE * route.answer_tokens
         self._given.setdefault(replica, []).append((route, work))
         route.chosen = replica
@@ -83,9 +93,14 @@ class Backlog:
     def keep(self, replicas: Iterable[str]) -> None:
         """Forget replicas that have gone."""
         alive = set(replicas)
-        for table in (self._given, self._suspects):
+        for table in (self._given, self._suspects, self._recent):
             for gone in [r for r in table if r not in alive]:
                 del table[gone]
+
+    def recent(self, replica: str, now_s: float) -> float:
+        """Requests that it got lately."""
+        requests, as_of_s = self._recent.get(replica, (0.0, now_s))
+        return requests * 0.5 ** ((now_s - as_of_s) / RECENT_S)
 
     def wait(self, replica: str) -> float:
         """Prefill tokens that it has before it."""
@@ -103,6 +118,7 @@ class Candidate:
     replica: str
     node_id: str
     wait: float
+    recent: float = 0.0  # requests that it got lately
 
 
 def rank(
@@ -128,9 +144,12 @@ def rank(
         two = rng.sample(usable, min(2, len(usable)))
         rest = [c.replica for c in usable if c not in two]
         return [[c.replica for c in two], *([rest] if rest else [])]
-    cost = {c.replica: route.work(c.node_id) + c.wait for c in usable}
-    near = {r for r in cost if cost[r] <= min(cost.values()) + NEAR_SHARE * route.tokens}
+    usual = sum(c.recent for c in usable) / len(usable) + FEW
+    uneven = {c.replica: max((c.recent + FEW) / usual - 1, 0) / UNEVEN_SHARE for c in usable}
     work = {c.replica: route.work(c.node_id) for c in usable}
+    work = {r: w + route.pull_share * route.tokens * uneven[r] for r, w in work.items()}
+    cost = {c.replica: work[c.replica] + c.wait for c in usable}
+    near = {r for r in cost if cost[r] <= min(cost.values()) + NEAR_SHARE * route.tokens}
     least = min(work[r] for r in near)
     equal = {r for r in near if work[r] <= least + EQUAL_SHARE * route.tokens}
 

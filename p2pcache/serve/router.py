@@ -31,7 +31,10 @@ class LocalityRouter(RequestRouter):
         if route is not None:
             self._backlog.suspect(route.avoid, now_s)
         by_id = {r.replica_id.unique_id: r for r in candidate_replicas}
-        candidates = [Candidate(name, r.node_id or "", self._backlog.wait(name)) for name, r in by_id.items()]
+        candidates = [
+            Candidate(name, r.node_id or "", self._backlog.wait(name), self._backlog.recent(name, now_s))
+            for name, r in by_id.items()
+        ]
         ranks = rank(route, candidates, self._rng, self._backlog.suspects(now_s))
         return [[by_id[name] for name in names] for names in ranks]
 
@@ -57,7 +60,7 @@ class LocalityRouter(RequestRouter):
     def _give(self, pending_request: PendingRequest, replica_id: ReplicaID, node_id: str) -> None:
         route, name = _route_of(pending_request), replica_id.unique_id
         if route is not None and route.chosen != name:
-            self._backlog.give(name, node_id, route)
+            self._backlog.give(name, node_id, route, time.monotonic())
 
 
 def _route_of(pending: PendingRequest | None) -> Route | None:

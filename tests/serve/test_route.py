@@ -83,16 +83,31 @@ def test_a_replica_that_has_just_failed_is_left_out_while_there_is_another():
 def test_a_backlog_counts_what_is_not_over():
     backlog = Backlog()
     one, two = Route(100, answer_tokens=10), Route(50)
-    backlog.give("a", "node-a", one)
-    backlog.give("a", "node-a", two)
+    backlog.give("a", "node-a", one, 0.0)
+    backlog.give("a", "node-a", two, 0.0)
     assert backlog.wait("a") == 160 and backlog.wait("b") == 0 and one.chosen == "a"
     one.over = True
     assert backlog.wait("a") == 50
     gone = Route(70, over=True)
-    backlog.give("a", "node-a", gone)  # it had ended before the router heard that it was accepted
+    backlog.give("a", "node-a", gone, 0.0)  # it had ended before the router heard that it was accepted
     assert backlog.wait("a") == 50
     backlog.keep(["b"])
     assert backlog.wait("a") == 0
+
+
+def test_locality_favours_one_replica_only_so_far():
+    """Requests one by one, each with all its KV on one replica: the others get their share all the same."""
+    backlog, counts = Backlog(), Counter()
+    for i in range(300):
+        now_s = float(i)
+        route = Route(2000, held={"b": 2000}, anywhere=2000, key=bytes([i % 256]))
+        candidates = [Candidate(r, r, backlog.wait(r), backlog.recent(r, now_s)) for r in "abc"]
+        chosen = first(route, candidates)
+        backlog.give(chosen, chosen, route, now_s)
+        route.over = True
+        counts[chosen] += 1
+    assert max(counts, key=counts.get) == "b" and counts["b"] <= 1.3 * 100
+    assert backlog.recent("b", 1e9) < 1e-6
 
 
 def test_who_has_failed_is_left_alone_by_others_for_a_while():
@@ -132,6 +147,6 @@ def test_equal_cold_work_is_shared_out_evenly(keys: list[int], count: int):
     for key in keys:
         route = Route(2000, held={}, key=key.to_bytes(16, "big"))
         chosen = first(route, [Candidate(n, n, backlog.wait(n)) for n in names])
-        backlog.give(chosen, chosen, route)
+        backlog.give(chosen, chosen, route, 0.0)
     waits = [backlog.wait(n) for n in names]
     assert max(waits) - min(waits) <= 2000
