@@ -194,10 +194,11 @@ class Supervisor:
                     gone = self._roster.seen(
                         {i: n.name for i, n in nodes.items()}, time.monotonic(), there.keys()
                     )
-                    for node_id in gone:
-                        self._forget(node_id)
+                    ended = [actor for node_id in gone if (actor := self._forget(node_id)) is not None]
                     due = self._roster.due(time.monotonic())
                     missing = [nodes[i] for i in due if i in nodes and i not in self._actors]
+                for actor in ended:  # or Ray would wait for its host for ever, to restart it there
+                    ray.kill(actor)
                 for node in missing:
                     actor = node_actor(node, self._settings | self._by_node.get(node.name, {}))
                     with self._lock:
@@ -252,9 +253,11 @@ class Supervisor:
             told = answer["told"]
             self._roster.heard(node_id, Member.from_wire(answer["member"]), _told_from_wire(told))
 
-    def _forget(self, node_id: str) -> None:
-        for table in (self._actors, self._asking, self._telling):
+    def _forget(self, node_id: str) -> Any:
+        """Drop what is known of a host that is gone; returns its node's actor, if there was one."""
+        for table in (self._asking, self._telling):
             table.pop(node_id, None)
+        return self._actors.pop(node_id, None)
 
     def _push(self) -> list[Any]:
         """Hand the View to every member that follows another one. Returns what says that they have it."""
