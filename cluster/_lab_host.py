@@ -183,8 +183,8 @@ def shown(image: Image | None, launcher: bool) -> list[tuple[Path, bool]]:
     into an environment which it shares with the machine.
     """
     wanted = [] if image is None else [(image.venv, True), (image.prefix, True), (image.wheels, True)]
-    if launcher:
-        wanted.append((REPOSITORY, True))  # `ray up` copies it to the hosts
+    if image is not None or launcher:
+        wanted.append((REPOSITORY, True))  # `ray up` copies it from the launcher; tests run scripts of it
     return [
         (path, read_only)
         for path, read_only in wanted

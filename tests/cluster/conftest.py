@@ -10,12 +10,16 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from cluster import _lab_host as inside
+from cluster import _lab_machine as machine
 from cluster import private_network
 
 NODES = ("a", "b", "c")
+IMAGE = Path(__file__).parents[2] / ".venv"
 
 # Ray's name for "this cluster stays on this machine"; it must be set before Ray is imported.
 os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
@@ -26,7 +30,19 @@ os.environ.setdefault("RAY_health_check_failure_threshold", "3")
 
 
 @pytest.fixture(scope="session")
-def network() -> Iterator[bool]:
+def image() -> Path | None:
+    """The virtual environment that hosts of the lab have; None where there can be no lab.
+
+    What it takes to build the project on them is fetched here, before this process leaves the network.
+    """
+    if machine.missing() or not IMAGE.is_dir():
+        return None
+    inside.build_wheels(IMAGE)
+    return IMAGE
+
+
+@pytest.fixture(scope="session")
+def network(image: Path | None) -> Iterator[bool]:
     """Whether this process is now in a network of its own."""
     with contextlib.ExitStack() as stack:
         try:

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster import _lab_machine as machine
 from cluster.lab import Lab, login_environment
 from tests.cluster.test_ray_mesh import eventually
 from tests.serve import small_model
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
-IMAGE = ROOT / ".venv"
 CLIENT = ROOT / "tests/cluster/lab_client.py"
 RAY_SAYS_S = 5.0  # from Ray's word of a host's death to the right View
 DEADLINE_S = 0.25 + 1.0 + 0.75  # lookup, fetch, and what a machine of two cores may take to say so
@@ -126,11 +126,10 @@ class Running:
 
 
 @pytest.fixture(scope="module")
-def up() -> Iterator[Up]:
-    missing = [tool for tool in ("ip", "nsenter", "sshd", "rsync", "ssh") if shutil.which(tool) is None]
-    if os.geteuid() != 0 or missing or not IMAGE.is_dir():
-        pytest.skip("the lab needs root, openssh-server, rsync, iproute2, and the project's .venv")
-    with Lab.up(f"test{os.getpid()}", hosts=4, image=IMAGE, shm_bytes=512 << 20) as lab:
+def up(image: Path | None) -> Iterator[Up]:
+    if image is None:
+        pytest.skip(f"needs the project's .venv, and: {', '.join(machine.missing()) or 'nothing else'}")
+    with Lab.up(f"test{os.getpid()}", hosts=4, image=image, shm_bytes=512 << 20) as lab:
         up = Up(lab)
         up.write_yaml(["h2", "h3"])
         up.ray_up()
