@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,33 +40,39 @@ def image() -> Path | None:
     return IMAGE
 
 
+_standing = contextlib.ExitStack()
+"""What stands for all tests of this folder, and goes with the last of them: others need the network."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        _standing.close()
+
+
 @pytest.fixture(scope="session")
-def network(image: Path | None) -> Iterator[bool]:
+def network(image: Path | None) -> bool:
     """Whether this process is now in a network of its own."""
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(private_network.entered())
-            private = True
-        except OSError:
-            private = False
-        yield private
+    try:
+        _standing.enter_context(private_network.entered())
+    except OSError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="session")
-def cluster(network: bool) -> Iterator[object]:
+def cluster(network: bool) -> object:
     import ray
     from ray.cluster_utils import Cluster
 
     cluster = Cluster()
-    try:
-        for name in NODES:
-            add_node(cluster, name)
-        ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
-        cluster.wait_for_nodes()
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    _standing.callback(cluster.shutdown)
+    _standing.callback(ray.shutdown)
+    for name in NODES:
+        add_node(cluster, name)
+    ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+    cluster.wait_for_nodes()
+    return cluster
 
 
 def add_node(cluster: object, name: str) -> object:
