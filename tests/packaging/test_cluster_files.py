@@ -265,7 +265,7 @@ def test_the_head_learns_of_a_dead_host_within_seconds(kind: str) -> None:
         found = {e["name"]: e["value"] for e in ray_container("head")["env"]}
     else:
         (call,) = ray_starts(kind, "head")
-        found = dict(word.split("=", 1) for word in call if word.startswith("RAY_"))
+        found = dict(word.split("=", 1) for word in call if word.startswith("RAY_health_"))
     assert found == HEALTH
 
 
