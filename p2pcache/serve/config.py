@@ -31,7 +31,7 @@ class ServeConfig:
     replicas: int = 1
     replica_cpus: float = 1.0
     replica_gpus: float = 0.0
-    ingress_replicas: int = 1
+    ingress_replicas: int = 1  # one stands on the head; several are spread, and a request ends with its own
     drain_s: float = 30.0  # a replica that is told to go lets its requests end for so long
 
     cache: bool = True  # False: the same server without p2pcache, to compare with
