@@ -64,8 +64,7 @@ nb::ndarray<nb::numpy, int64_t, nb::ndim<1>> cut(Tokens tokens, size_t min_token
 
 }  // namespace
 
-NB_MODULE(_native, m) {
-    m.doc() = "The native core of p2pcache. Every function has a Python twin that tests compare it with.";
+void bind_chunking(nb::module_ &m) {
     m.def("gear_cuts", &cut, nb::arg("tokens").noconvert(), nb::arg("min_tokens"), nb::arg("threshold"),
           nb::arg("max_tokens"),
           "Ends of content-defined chunks of `tokens` (uint32 [n]); see p2pcache/core/chunking.py.");

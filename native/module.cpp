@@ -1,0 +1,12 @@
+// The extension `p2pcache._native`. Each source file binds its own functions.
+
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_chunking(nb::module_ &m);
+
+NB_MODULE(_native, m) {
+    m.doc() = "The native core of p2pcache. Every function has a Python twin that tests compare it with.";
+    bind_chunking(m);
+}
