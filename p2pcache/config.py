@@ -29,6 +29,7 @@ _ABOVE_ZERO = (
     "pulls_in_flight_max",
     "pull_bytes_in_flight_max",
     "serve_bytes_in_flight_max",
+    "serve_bytes_per_peer_max",
     "client_leases_max",
 )
 
@@ -54,6 +55,8 @@ class NodeConfig:
     pulls_in_flight_max: int = 8  # bodies under way to this node at once
     pull_bytes_in_flight_max: int = 256 * MIB  # and their bytes; a larger body comes alone
     serve_bytes_in_flight_max: int = 512 * MIB  # leased to remote readers at once; above: busy
+    serve_bytes_per_peer_max: int = 256 * MIB  # and to one of them; a larger body goes alone
+    tcp_streams_max: int = 0  # connections that carry one large body; 0: half the cores, at most 4
     silent_after_s: float = 0.5  # a peer that let a deadline of at least this pass ...
     silent_retry_s: float = 5.0  # ... is not asked again for so long
     transport_retry_s: float = 30.0  # a transport that failed with a peer is left alone so long
@@ -115,6 +118,11 @@ class NodeConfig:
         largest = min(64 * MIB, self.nvme_bytes_max // 2) // _PAGE_BYTES * _PAGE_BYTES
         smallest = -(-self.nvme_bytes_max // NVME_SEGMENTS_MAX // _PAGE_BYTES) * _PAGE_BYTES
         return max(largest, smallest)
+
+    @property
+    def tcp_streams(self) -> int:
+        """Connections that carry one large body. Both ends of each take a core to move the bytes."""
+        return self.tcp_streams_max or max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 
     def _check_transports(self) -> None:
         for names in (self.transports, *self.transports_by_peer.values()):

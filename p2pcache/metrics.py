@@ -91,6 +91,7 @@ _TABLE = _table(
     # peers and engines
     ("tickets_total", _C, "bodies", "bodies leased to peers", ()),
     ("tickets_refused_total", _C, "bodies", "bodies that peers asked for and did not get", ()),
+    ("pulls_retried_total", _C, "times", "times that busy holders of a body were asked again later", ()),
     ("tickets_open", _G, "bodies", "bodies leased to peers now", ()),
     ("leases", _G, "leases", "leases on the slab, of engines and peers", ()),
     ("sessions", _G, "engines", "engines connected", ()),
@@ -111,6 +112,7 @@ _PLAIN_COUNTERS = {
     "demotions_total": "demoted",
     "tickets_total": "tickets",
     "tickets_refused_total": "tickets_refused",
+    "pulls_retried_total": "pulls_retried",
     "unpublished_total": "unpublished",
     "corrupt_total": "corrupt",
     "quarantined_total": "quarantined",

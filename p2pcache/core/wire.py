@@ -166,7 +166,7 @@ CHUNK = _tuple(KEY, KEY)  # content, exact
 CHECKSUMS = _list(U64, LAYERS_MAX)
 # An open ticket, or the reason why there is none: token, offset, generation, checksums, meta, body
 TICKET = _tuple(_text(32), _tuple(TOKEN, U63, U63, CHECKSUMS, _bytes(0, META_BYTES_MAX), BODY))
-NO_TICKET = _tuple(_text(32), _optional(_anything))
+NO_TICKET = _tuple(_text(32), _optional(_number))  # when to ask again, in seconds, where that may help
 MEMBER = _record(
     name=NAME, incarnation=U63, control=_text(), boot_id=_text(64), transports=_map(_text(16), _text(), 16)
 )

@@ -9,6 +9,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from p2pcache.core.checksum import CorruptBody, LayerCheck
 from p2pcache.io.ports import Ticket, TransportError
 from p2pcache.types import ConfigError, InvariantError
 
@@ -49,7 +50,7 @@ class LoopPull:
     # From any thread.
 
     def landed(self, nbytes: int) -> None:
-        """The first `nbytes` are whole."""
+        """The first `nbytes` are whole and right."""
         self._post(self._report, nbytes)
 
     def fail(self, error: Exception) -> None:
@@ -82,35 +83,65 @@ class LoopPull:
             self.settled.set_result(None)
 
 
+def check_sound(check: LayerCheck, peer: str) -> None:
+    """Raises CorruptBody where what came from `peer` is not what was stored."""
+    if check.bad_layer is not None:
+        raise CorruptBody(f"layer {check.bad_layer} from {peer} does not match its checksum")
+
+
 class ThreadPull(LoopPull):
-    """A pull that one thread of `Workers` runs: it calls `begin`, and `finish` where that was true."""
+    """A pull that threads of `Workers` run: each calls `begin`, and `end` where that was true."""
 
     def __init__(self, peer: str, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]) -> None:
         super().__init__(peer, ticket, dest, progress)
         self._lock = threading.Lock()
-        self._running = self._stopped = False
+        self._running = 0
+        self._begun = self._stopped = self._over = False
+        self._error: Exception | None = None
 
     def begin(self) -> bool:
-        """False where the pull was abandoned, and has settled, while it waited for a thread."""
+        """False where there is nothing left to do: abandoned, or done by other threads."""
         with self._lock:
-            self._running = not self._stopped
-            return self._running
+            if self._stopped or self._over or not self._is_left():
+                return False
+            self._running += 1
+            self._begun = True
+            return True
+
+    def end(self, error: Exception | None) -> None:
+        """The first error stops the other threads; the last one to end finishes the pull."""
+        if error is not None:
+            error.__traceback__ = None  # its frames would hold on to the destination
+        with self._lock:
+            self._running -= 1
+            if error is not None and not self._stopped:
+                self._stopped, self._error = True, error
+                self._interrupt()
+            self._over = not self._running and (self._stopped or not self._is_left())
+            if not self._over:
+                return
+        self.finish(self._error)
 
     def check_wanted(self) -> None:
-        """Raises TransportError once the pull is abandoned."""
+        """Raises TransportError once the pull is abandoned, or another thread of it has failed."""
         if self._stopped:
             raise TransportError("abandoned")
 
     def _stop(self) -> None:
         with self._lock:
             self._stopped = True
-            queued = not self._running
+            queued = not self._running and not self._over
+            self._over = self._over or queued
             self._interrupt()
         if queued:
             self._finish(None)  # `done` has its error already
 
+    def _is_left(self) -> bool:
+        """Whether there is work that no thread has taken yet. Under the lock."""
+        return not self._begun
+
     def _interrupt(self) -> None:
-        """Wake the thread if it waits for the peer. Under the lock."""
+        """Wake the threads that wait for the peer. Under the lock."""
 
 
 class Workers:

@@ -11,11 +11,12 @@ import threading
 import time
 from collections import deque
 from functools import partial
+from typing import NamedTuple
 
 from p2pcache.io._pulls import Workers, join
 from p2pcache.io._tcp_sockets import (
     ANSWER,
-    BAD_LENGTH,
+    BAD_RANGE,
     BAD_VERSION,
     GONE,
     MAGIC,
@@ -38,11 +39,38 @@ REQUEST_S = 5.0  # a started request must be whole by then
 SWEEP_S = 1.0
 
 
+class _Request(NamedTuple):
+    token: bytes
+    nbytes: int  # of the whole body, as the reader was told
+    start: int
+    count: int
+
+
 class _Connection:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.inbox = bytearray()
         self.deadline_s = time.monotonic() + IDLE_S
+
+    def receive(self) -> _Request | None:
+        """A request that is here in whole, without waiting. Raises OSError for nonsense, or at the end."""
+        inbox = self.inbox
+        try:
+            part = self.sock.recv(REQUEST.size - len(inbox), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        inbox += part
+        if not part or not inbox.startswith(MAGIC[: len(inbox)]):
+            raise ConnectionAbortedError("the reader has gone, or is none of ours")
+        if len(inbox) > 4 and inbox[4] != VERSION:
+            answer = ANSWER.pack(MAGIC, VERSION, BAD_VERSION, 0)
+            self.sock.send(answer, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            raise ConnectionAbortedError(f"a reader of version {inbox[4]}")
+        if len(inbox) < REQUEST.size:
+            return None
+        _, _, *fields = REQUEST.unpack(inbox)
+        inbox.clear()
+        return _Request(*fields)
 
 
 class Holder:
@@ -120,7 +148,7 @@ class Holder:
         self._await_request(_Connection(sock))
 
     def _await_request(self, connection: _Connection) -> None:
-        connection.deadline_s = time.monotonic() + IDLE_S
+        connection.deadline_s = time.monotonic() + (REQUEST_S if connection.inbox else IDLE_S)
         self._idle[connection] = None
         self._selector.register(connection.sock, selectors.EVENT_READ, partial(self._read, connection))
 
@@ -132,29 +160,17 @@ class Holder:
     def _read(self, connection: _Connection) -> None:
         if connection not in self._idle:
             return  # dropped since `select` returned
-        inbox = connection.inbox
         try:
-            inbox += (data := connection.sock.recv(REQUEST.size - len(inbox), socket.MSG_DONTWAIT))
-        except BlockingIOError:
-            return
+            request = connection.receive()
         except OSError:
-            data = b""
-        if not data or not inbox.startswith(MAGIC[: len(inbox)]):
             return self._drop(connection)
-        if len(inbox) > 4 and inbox[4] != VERSION:
-            with contextlib.suppress(OSError):
-                answer = ANSWER.pack(MAGIC, VERSION, BAD_VERSION, 0)
-                connection.sock.send(answer, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            return self._drop(connection)
-        if len(inbox) < REQUEST.size:
+        if request is None:
             connection.deadline_s = min(connection.deadline_s, time.monotonic() + REQUEST_S)
             return
-        _, _, token, nbytes = REQUEST.unpack(inbox)
-        inbox.clear()
         self._forget(connection)
         with self._lock:
             self._serving.add(connection)
-        self._workers.submit(partial(self._serve, connection, token, nbytes))
+        self._workers.submit(partial(self._serve, connection, request))
 
     def _drop_longest_idle(self) -> bool:
         if not self._idle:
@@ -172,12 +188,13 @@ class Holder:
 
     # On a worker's thread.
 
-    def _serve(self, connection: _Connection, token: bytes, nbytes: int) -> None:
+    def _serve(self, connection: _Connection, request: _Request | None) -> None:
         clean = False
         try:
-            if not self._closing:
-                self._answer(connection.sock, token, nbytes)
-                clean = True
+            while request is not None and not self._closing:
+                self._answer(connection.sock, request)
+                request = connection.receive()  # a stream asks ahead, so the next one is often here
+            clean = not self._closing
         except OSError as exc:
             log.debug("a tcp reader went away: %s", exc)
         except Exception:
@@ -190,28 +207,29 @@ class Holder:
                 return
         reset(connection.sock)
 
-    def _answer(self, sock: socket.socket, token: bytes, nbytes: int) -> None:
-        body = self._tickets.begin(token)
+    def _answer(self, sock: socket.socket, request: _Request) -> None:
+        body = self._tickets.begin(request.token)
         if body is None:
             sock.sendall(ANSWER.pack(MAGIC, VERSION, GONE, 0), socket.MSG_NOSIGNAL)
             return
         try:
-            if body.nbytes == nbytes:
-                _send_body(sock, body)
+            if body.nbytes == request.nbytes and request.start + request.count <= body.nbytes:
+                _send(sock, body, request.start, request.start + request.count)
             else:
-                sock.sendall(ANSWER.pack(MAGIC, VERSION, BAD_LENGTH, body.nbytes), socket.MSG_NOSIGNAL)
+                sock.sendall(ANSWER.pack(MAGIC, VERSION, BAD_RANGE, body.nbytes), socket.MSG_NOSIGNAL)
         finally:
             del body  # before `end`: whoever waits for it may want to unmap the slab
-            self._tickets.end(token)
+            self._tickets.end(request.token)
 
 
-def _send_body(sock: socket.socket, body: memoryview) -> None:
+def _send(sock: socket.socket, body: memoryview, start: int, stop: int) -> None:
     """Raises OSError when the reader has gone, or BlockingIOError when it took nothing for STALLED_S."""
     header = ANSWER.pack(MAGIC, VERSION, OK, body.nbytes)
-    with body[:PIECE_BYTES] as piece:
+    with body[start : min(start + PIECE_BYTES, stop)] as piece:
         sent = sock.sendmsg([header, piece], [], socket.MSG_NOSIGNAL) - len(header)
     if sent < 0:
         raise BlockingIOError("the reader does not even take a header")
-    while sent < body.nbytes:
-        with body[sent : sent + PIECE_BYTES] as piece:
-            sent += sock.send(piece, socket.MSG_NOSIGNAL)
+    start += sent
+    while start < stop:
+        with body[start : min(start + PIECE_BYTES, stop)] as piece:
+            start += sock.send(piece, socket.MSG_NOSIGNAL)

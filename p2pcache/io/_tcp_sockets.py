@@ -11,10 +11,10 @@ from p2pcache.io._pulls import Address, check_host
 from p2pcache.types import ConfigError
 
 MAGIC = b"P2PK"
-VERSION = 1
-REQUEST = struct.Struct(">4sB3x16sQ")
+VERSION = 2
+REQUEST = struct.Struct(">4sB3x16sQQQ")
 ANSWER = struct.Struct(">4sBB2xQ")
-OK, GONE, BAD_LENGTH, BAD_VERSION = range(4)
+OK, GONE, BAD_RANGE, BAD_VERSION = range(4)
 
 PIECE_BYTES = 512 << 10  # of one send or receive
 BUFFER_BYTES = 4 << 20  # of a socket: 1.3 to 2 times what autotuning reaches on loopback

@@ -5,14 +5,17 @@ from __future__ import annotations
 import logging
 import secrets
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from p2pcache.io._pulls import LoopPull, PeerKey
+from p2pcache.core.checksum import CorruptBody, layer_check
+from p2pcache.io._pulls import LoopPull, PeerKey, Workers, check_sound
 from p2pcache.io._ucp import Request
 from p2pcache.io._ucx_engine import Engine, Link
-from p2pcache.io.ports import TicketGone, TransportError
+from p2pcache.io.ports import Ticket, TicketGone, TransportError
 
 log = logging.getLogger(__name__)
 
@@ -25,15 +28,78 @@ OK, GONE, BAD_LENGTH = range(3)
 PIECE_BYTES = 4 << 20  # one message of a body, and the step of progress
 PIECES_POSTED = 4  # receives posted at once; enough to keep the fabric busy
 READER_IDLE_S = 30.0
+CHECKED_AT_ONCE_BYTES = 1 << 20  # by the engine itself: a thread would cost more than the check
 
 
 class UcxPull(LoopPull):
-    """Below `LoopPull`: how to reach the engine."""
+    """Below `LoopPull`: how to reach the engine, and the checking of what it brings.
+
+    The engine's thread moves the bytes of all pulls, so long bodies are checked on another.
+    """
 
     stop: Callable[[], object]  # tells the engine to give up; set before the pull is handed out
 
+    def __init__(
+        self,
+        peer: str,
+        ticket: Ticket,
+        dest: memoryview,
+        progress: Callable[[int], None],
+        checkers: Workers,
+    ) -> None:
+        super().__init__(peer, ticket, dest, progress)
+        self._checkers = checkers
+        self._check: Any = layer_check(dest, ticket.exact, ticket.checksums)
+        self._lock = threading.Lock()  # guards the three below
+        self._arrived_bytes = 0
+        self._checking = False
+        self._ended: tuple[Exception | None] | None = None
+
     def _stop(self) -> None:
         self.stop()
+
+    # On the engine's thread.
+
+    def arrived(self, nbytes: int) -> None:
+        """The first `nbytes` are in the destination, right or not."""
+        with self._lock:
+            self._arrived_bytes = nbytes
+            if self._checking:
+                return
+            self._checking = True
+        if self.ticket.nbytes > CHECKED_AT_ONCE_BYTES:
+            self._checkers.submit(self._check_arrived)
+        else:
+            self._check_arrived()
+
+    def finish(self, error: Exception | None) -> None:
+        with self._lock:
+            self._ended = (error,)
+            if self._checking:
+                return  # the checker still reads the destination, and finishes when it is done
+        self._finish_checked(error)
+
+    # On a checker's, or the engine's.
+
+    def _check_arrived(self) -> None:
+        while True:
+            with self._lock:
+                arrived_bytes, ended = self._arrived_bytes, self._ended
+                if arrived_bytes == self._check.landed_bytes:
+                    self._checking = False
+                    break
+            self._check.advance(arrived_bytes)
+            self.landed(self._check.good_bytes)
+        if ended is not None:
+            self._finish_checked(*ended)
+
+    def _finish_checked(self, error: Exception | None) -> None:
+        try:
+            check_sound(self._check, self.peer)
+        except CorruptBody as corrupt:
+            error = error or corrupt
+        self._check = None  # and with it the hold on the destination
+        super().finish(error)
 
 
 class IdleLinks:
@@ -189,7 +255,7 @@ class Arrival:
             request.check_error()
             self._pieces.popleft()
         if self._landed_bytes > landed_bytes:
-            self._pull.landed(self._landed_bytes)
+            self._pull.arrived(self._landed_bytes)
         while len(self._pieces) < PIECES_POSTED and self._posted_bytes < self._nbytes:
             start, stop = self._posted_bytes, min(self._posted_bytes + PIECE_BYTES, self._nbytes)
             tag = self._tag + 1 + start // PIECE_BYTES

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from p2pcache.core.membership import Member
 from p2pcache.core.nvmelog import Record
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, RemoteError
+from p2pcache.types import KEY_BYTES, BodyInfo, ContentKey, ExactKey, RemoteError
 
 
 class TransportError(RemoteError):
@@ -28,7 +28,8 @@ class TicketGone(RemoteError):
 class Ticket:
     """A holder's leave to read one body from its slab, for a short time.
 
-    token: 16 random bytes; whoever shows them may read. checksums: one a layer, for the reader.
+    token: 16 random bytes; whoever shows them may read. exact, checksums: what the reader checks the bytes
+    by, one checksum a layer; without any they are not checked.
     """
 
     token: bytes
@@ -36,6 +37,7 @@ class Ticket:
     nbytes: int
     generation: int
     checksums: tuple[int, ...]
+    exact: bytes = bytes(KEY_BYTES)
     meta: bytes = b""
 
 
@@ -52,8 +54,9 @@ class Tickets(Protocol):
 class Pull(Protocol):
     """One body under way into a destination.
 
-    `done` ends with None, or with TransportError or TicketGone. `settled` ends when nothing will
-    write to the destination any more, which may be later than `done` (law 5).
+    `done` ends with None once all of it is here and right, or with TransportError, TicketGone or
+    CorruptBody. `settled` ends when nothing will write to the destination any more, which may be later
+    than `done` (law 5).
     """
 
     done: asyncio.Future[None]
@@ -64,7 +67,10 @@ class Pull(Protocol):
 
 
 class Transport(Protocol):
-    """One way to move a body from a peer's slab into ours, copied once."""
+    """One way to move a body from a peer's slab into ours, copied once, and checked on the way.
+
+    That a transport checks, and not whoever gets the bytes, is for speed: it has them in the cache.
+    """
 
     name: str
 
@@ -75,9 +81,10 @@ class Transport(Protocol):
         """Whether this transport could work with the peer, judged by what it advertises."""
 
     def pull(self, peer: Member, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]) -> Pull:
-        """Fetch `ticket.nbytes` into `dest` (writable, exactly as long).
+        """Fetch `ticket.nbytes` into `dest` (writable, exactly as long) and check it layer by layer.
 
-        `progress(n)` is called on the loop as the first n bytes become whole; n only grows.
+        `progress(n)` is called on the loop as the first n bytes are here and right: whole layers, where there
+        are checksums. n only grows.
         """
 
     async def close(self) -> None:
@@ -111,11 +118,6 @@ class Slab(Protocol):
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """A writable view. The node alone decides who may use which part when."""
-
-    async def first_bad_layer(
-        self, offset: int, nbytes: int, exact: ExactKey, checksums: tuple[int, ...], first: int, stop: int
-    ) -> int | None:
-        """Check layers [first, stop) of a body in the slab; None where all are right."""
 
 
 class NvmeTier(Protocol):

@@ -11,7 +11,6 @@ read-only to peers. The first page holds a nonce that the mapper compares with t
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import mmap
@@ -19,12 +18,10 @@ import os
 import secrets
 import socket
 import struct
-from concurrent.futures import ThreadPoolExecutor
 
 from p2pcache.core import wire
-from p2pcache.core.checksum import checksum_layer
 from p2pcache.core.membership import Member
-from p2pcache.types import ConfigError, ExactKey, NodeDown, RemoteError
+from p2pcache.types import ConfigError, NodeDown, RemoteError
 
 HEADER_BYTES = mmap.PAGESIZE
 _HEADER = struct.Struct("<8sIIQ16s")
@@ -69,7 +66,7 @@ class MappedSlab:
 
 
 class HostSlab(MappedSlab):
-    """The node's own slab: creates the memfd, owns it, and checks bodies in it."""
+    """The node's own slab: creates the memfd and owns it."""
 
     def __init__(self, nbytes: int):
         """Takes the memory now: a slab that does not fit must fail here, not under a later write."""
@@ -91,24 +88,6 @@ class HostSlab(MappedSlab):
         except OSError as error:
             os.close(self.fd)
             raise ConfigError(f"a slab of {nbytes:,} bytes cannot be had: {error.strerror}") from None
-        # One thread: checking is memory-bound, and two would only take bandwidth from the pulls.
-        self._checker = ThreadPoolExecutor(1, thread_name_prefix="p2pcache-check")
-
-    async def first_bad_layer(
-        self, offset: int, nbytes: int, exact: ExactKey, checksums: tuple[int, ...], first: int, stop: int
-    ) -> int | None:
-        """Check layers [first, stop) of the body at `offset`; None where all match."""
-        part_bytes = nbytes // len(checksums)
-        body = self.view(offset, nbytes)
-
-        def check() -> int | None:
-            for layer in range(first, stop):
-                data = body[layer * part_bytes : (layer + 1) * part_bytes]
-                if checksum_layer(data, exact, layer) != checksums[layer]:
-                    return layer
-            return None
-
-        return await asyncio.get_running_loop().run_in_executor(self._checker, check)
 
     def read_only_fd(self) -> int:
         """A new descriptor of the slab that cannot write. The caller closes it."""
@@ -116,7 +95,6 @@ class HostSlab(MappedSlab):
 
     def close(self) -> None:
         """Give up our hold; the memory lives on until the last engine has let go too."""
-        self._checker.shutdown(wait=True)
         self.unmap()
         os.close(self.fd)
 

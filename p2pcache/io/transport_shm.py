@@ -16,10 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
+from p2pcache.core.checksum import CorruptBody, layer_check
 from p2pcache.core.membership import Member
-from p2pcache.io._pulls import ThreadPull, Workers, join
+from p2pcache.io._pulls import ThreadPull, Workers, check_sound, join
 from p2pcache.io.ports import Ticket, TicketGone, Tickets, TransportError
 from p2pcache.io.slab import MappedSlab, attach
 from p2pcache.types import RemoteError
@@ -88,13 +87,13 @@ class ShmTransport:
     # On a copier's thread.
 
     def _run(self, pull: ThreadPull, peer: Member, loop: asyncio.AbstractEventLoop) -> None:
-        """One pull. What has begun ends in `finish`, so that `settled` always comes."""
+        """One pull. What has begun ends in `end`, so that `settled` always comes."""
         if not pull.begin():
             return
         error: Exception | None = None
         try:
             self._copy(pull, self._slab(peer, loop))
-        except (TransportError, TicketGone) as exc:
+        except (TransportError, TicketGone, CorruptBody) as exc:
             error = exc
         except (OSError, RemoteError) as exc:
             error = TransportError(f"{pull.peer}: {exc}")
@@ -102,7 +101,7 @@ class ShmTransport:
             log.exception("a pull over shm failed on our side")
             error = TransportError(f"{pull.peer}: {exc!r}")
         finally:
-            pull.finish(error)
+            pull.end(error)
 
     def _copy(self, pull: ThreadPull, slab: MappedSlab) -> None:
         ticket = pull.ticket
@@ -110,14 +109,13 @@ class ShmTransport:
             source = slab.view(ticket.offset, ticket.nbytes)
         except ValueError as exc:
             raise TicketGone(f"the ticket does not fit the slab of {pull.peer}: {exc}") from None
-        if not ticket.nbytes:
-            return  # numpy has no view of nothing
-        into, outof = np.frombuffer(pull.dest, np.uint8), np.frombuffer(source, np.uint8)
+        assert pull.dest is not None
+        check = layer_check(pull.dest, ticket.exact, ticket.checksums)
         for start in range(0, ticket.nbytes, _PIECE_BYTES):
             pull.check_wanted()
-            stop = min(start + _PIECE_BYTES, ticket.nbytes)
-            np.copyto(into[start:stop], outof[start:stop])  # numpy lets go of the GIL
-            pull.landed(stop)
+            check.copy(source, min(start + _PIECE_BYTES, ticket.nbytes))
+            check_sound(check, pull.peer)
+            pull.landed(check.good_bytes)
 
     def _slab(self, peer: Member, loop: asyncio.AbstractEventLoop) -> MappedSlab:
         """Mapped at first contact. Raises OSError or RemoteError."""

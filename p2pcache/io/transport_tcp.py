@@ -3,11 +3,11 @@
 Bytes go from the holder's slab into a socket and from a socket into the reader's slab. Python
 never copies them, and the GIL is released while the kernel does.
 
-Wire format, big-endian; one request at a time on a connection, which is then used again:
+Wire format, big-endian; requests are answered in order, and the connection is then used again:
 
-    request  4s magic "P2PK" | B version | 3x        | 16s token | Q nbytes     32 bytes
-    answer   4s magic "P2PK" | B version | B status | 2x         | Q nbytes     16 bytes
-             then, where the status is OK, the body's nbytes
+    request  4s magic "P2PK" | B version | 3x | 16s token | Q body bytes | Q start | Q count    48 bytes
+    answer   4s magic "P2PK" | B version | B status | 2x  | Q body bytes                        16 bytes
+             then, where the status is OK, `count` bytes of the body from `start` on
 
 The address is `host:port`, or `[host]:port` for IPv6; the host is a literal, so that no pull waits
 for a name service.
@@ -15,59 +15,54 @@ for a name service.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
+from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.membership import Member
-from p2pcache.io._pulls import PeerKey, ThreadPull, Workers, join, parse_address
+from p2pcache.io._pulls import PeerKey, Workers, join, parse_address
 from p2pcache.io._tcp_holder import Holder
-from p2pcache.io._tcp_sockets import (
-    ANSWER,
-    BAD_LENGTH,
-    BAD_VERSION,
-    GONE,
-    MAGIC,
-    OK,
-    PIECE_BYTES,
-    REQUEST,
-    SILENT_S,
-    VERSION,
-    close_all,
-    listen,
-    reader_socket,
-)
+from p2pcache.io._tcp_pull import Span, TcpPull
+from p2pcache.io._tcp_sockets import SILENT_S, close_all, listen, reader_socket
 from p2pcache.io.ports import Ticket, TicketGone, Tickets, TransportError
 
 log = logging.getLogger(__name__)
 
 CONNECT_S = 1.5
-PROGRESS_BYTES = 1 << 20  # each report wakes the loop, which costs this thread the GIL for a moment
 IDLE_S = 30.0  # a pooled connection is not used after so long: the holder closes it after 60 s
 
 
 class TcpTransport:
     """Pulls over TCP, and serves them.
 
-    threads_max: bodies received at once, and as many sent at once; more wait their turn.
+    streams_max: connections that carry parts of one large body at once.
+    threads_max: streams received at once, and as many sent at once; more wait their turn.
     connections_max: readers' connections held open; a new one takes the place of the one that
     has been idle longest, so strangers cannot lock the mesh out.
     """
 
     name = "tcp"
 
-    def __init__(self, host: str, port: int = 0, threads_max: int = 16, connections_max: int = 512) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int = 0,
+        streams_max: int = 1,
+        threads_max: int = 16,
+        connections_max: int = 512,
+    ) -> None:
         self._host, self._port = host, port
+        self._streams_max = streams_max
         self._connections_max = connections_max
         self._threads_max = threads_max
         self._holder: Holder | None = None
         self._readers = Workers("p2pcache-tcp-pull", threads_max)
         self._pool = _Pool(per_peer_max=threads_max)
-        self._pulls: set[_TcpPull] = set()
+        self._pulls: set[TcpPull] = set()
         self._closed = False
 
     async def start(self, tickets: Tickets) -> str:
@@ -81,9 +76,9 @@ class TcpTransport:
 
     def pull(
         self, peer: Member, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]
-    ) -> _TcpPull:
+    ) -> TcpPull:
         """See `ports.Transport`. `dest` is held until `settled`."""
-        pull = _TcpPull(peer.name, ticket, dest, progress)
+        pull = TcpPull(peer.name, ticket, dest, progress, self._streams_max)
         advertised = peer.transports.get(self.name, "")
         address = parse_address(advertised)
         if self._closed or address is None:
@@ -92,7 +87,8 @@ class TcpTransport:
             return pull
         self._pulls.add(pull)
         pull.settled.add_done_callback(lambda _: self._pulls.discard(pull))
-        self._readers.submit(partial(self._run, pull, (peer.name, peer.incarnation, address)))
+        for _ in range(pull.streams):
+            self._readers.submit(partial(self._run, pull, (peer.name, peer.incarnation, address)))
         return pull
 
     async def close(self) -> None:
@@ -105,14 +101,14 @@ class TcpTransport:
         if holder is not None:
             await holder.close()
 
-    def _run(self, pull: _TcpPull, key: PeerKey) -> None:
-        """One pull, on a reader thread. What has begun ends in `finish`, so `settled` always comes."""
+    def _run(self, pull: TcpPull, key: PeerKey) -> None:
+        """One stream of a pull, on a reader thread. What has begun ends in `end`: `settled` always comes."""
         if not pull.begin():
             return
         error: Exception | None = None
         try:
-            self._fetch(pull, key)
-        except (TransportError, TicketGone) as exc:
+            self._stream(pull, key)
+        except (TransportError, TicketGone, CorruptBody) as exc:
             error = exc
         except BlockingIOError:  # how the kernel says that a socket's timeout has passed
             error = TransportError(f"{pull.peer}: silent for {SILENT_S:.0f} s")
@@ -122,15 +118,16 @@ class TcpTransport:
             log.exception("a pull over tcp failed on our side")
             error = TransportError(f"{pull.peer}: {exc!r}")
         finally:
-            pull.finish(error)
+            pull.end(error)
 
-    def _fetch(self, pull: _TcpPull, key: PeerKey) -> None:
+    def _stream(self, pull: TcpPull, key: PeerKey) -> None:
+        taken: list[Span] = []
         pooled = self._pool.take(key)
         if pooled is not None:
             try:
-                return self._exchange(pull, key, pooled)
+                return self._exchange(pull, key, pooled, taken)
             except ConnectionError:
-                if pull.landed_bytes:
+                if not taken or taken[0].begun:
                     raise
                 # The holder closed it or restarted before it answered: a fresh one tells.
         sock = reader_socket(key[2])
@@ -142,70 +139,20 @@ class TcpTransport:
         except BaseException:
             sock.close()
             raise
-        self._exchange(pull, key, sock)
+        self._exchange(pull, key, sock, taken)
 
-    def _exchange(self, pull: _TcpPull, key: PeerKey, sock: socket.socket) -> None:
-        """Ask and receive. Owns `sock`: it goes (back) to the pool in a known state, or is closed."""
+    def _exchange(self, pull: TcpPull, key: PeerKey, sock: socket.socket, taken: list[Span]) -> None:
+        """Owns `sock`: it goes (back) to the pool in a known state, or is closed."""
         clean = False
         try:
             with pull.using(sock):
-                sock.sendall(REQUEST.pack(MAGIC, VERSION, pull.ticket.token, pull.ticket.nbytes))
-                status = _receive_answer(sock, pull.ticket.nbytes)
-                if status == OK:
-                    pull.receive(sock)
+                pull.fetch(sock, taken)
                 clean = True
         finally:
             if clean and not self._closed:
                 self._pool.give(key, sock)
             else:
                 sock.close()
-        if status == GONE:
-            raise TicketGone(f"{key[0]} no longer honours the ticket")
-        if status == BAD_LENGTH:
-            raise TransportError(f"{key[0]} holds another length than {pull.ticket.nbytes:,} bytes")
-
-
-class _TcpPull(ThreadPull):
-    """Below `ThreadPull`: what its reader thread does, and how that is woken."""
-
-    def __init__(self, peer: str, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]) -> None:
-        super().__init__(peer, ticket, dest, progress)
-        self.landed_bytes = 0
-        self._socket: socket.socket | None = None
-
-    @contextlib.contextmanager
-    def using(self, sock: socket.socket) -> Iterator[None]:
-        """While inside, `abandon` shuts this socket down."""
-        with self._lock:
-            self.check_wanted()
-            self._socket = sock
-        try:
-            yield
-        finally:
-            with self._lock:  # no shutdown may reach a descriptor that has been closed and reused
-                self._socket = None
-
-    def receive(self, sock: socket.socket) -> None:
-        dest = self.dest
-        assert dest is not None
-        posted_bytes = 0
-        while self.landed_bytes < dest.nbytes:
-            self.check_wanted()
-            with dest[self.landed_bytes : self.landed_bytes + PIECE_BYTES] as piece:
-                count = sock.recv_into(piece, 0, socket.MSG_WAITALL)
-            if not count:
-                raise ConnectionResetError(
-                    f"connection closed after {self.landed_bytes:,} of {dest.nbytes:,} bytes"
-                )
-            self.landed_bytes += count
-            if self.landed_bytes - posted_bytes >= PROGRESS_BYTES or self.landed_bytes == dest.nbytes:
-                posted_bytes = self.landed_bytes
-                self.landed(posted_bytes)
-
-    def _interrupt(self) -> None:
-        if self._socket is not None:
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # its thread wakes up at once
 
 
 class _Pool:
@@ -261,18 +208,3 @@ def _is_quiet(sock: socket.socket) -> bool:
     except OSError:
         pass
     return False
-
-
-def _receive_answer(sock: socket.socket, nbytes: int) -> int:
-    """Returns OK, GONE or BAD_LENGTH. Raises TransportError, or OSError where the connection ended."""
-    raw = sock.recv(ANSWER.size, socket.MSG_WAITALL)
-    if len(raw) < ANSWER.size:
-        raise ConnectionResetError("connection closed before an answer")
-    magic, version, status, length = ANSWER.unpack(raw)
-    if magic != MAGIC:
-        raise TransportError("the peer does not speak p2pcache's tcp protocol")
-    if version != VERSION or status == BAD_VERSION:
-        raise TransportError(f"the peer speaks version {version} of the tcp protocol, not {VERSION}")
-    if status not in (OK, GONE, BAD_LENGTH) or (status == OK and length != nbytes):
-        raise TransportError(f"the peer answered nonsense: status {status}, {length:,} bytes")
-    return status

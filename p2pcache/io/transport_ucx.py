@@ -32,13 +32,15 @@ from pathlib import Path
 from typing import Any
 
 from p2pcache.core.membership import Member
-from p2pcache.io._pulls import check_host, join, parse_address
+from p2pcache.io._pulls import Workers, check_host, join, parse_address
 from p2pcache.io._ucp import UcpError
 from p2pcache.io._ucx_engine import SETTINGS, Engine, import_ucx
 from p2pcache.io._ucx_pulls import Arrival, IdleLinks, UcxPull
 from p2pcache.io._ucx_sends import Reception
 from p2pcache.io.ports import Ticket, Tickets, TransportError
 from p2pcache.types import ConfigError
+
+CHECKERS = 2  # threads; one checks about as fast as one core copies
 
 
 def ucx_available() -> str | None:
@@ -66,6 +68,7 @@ class UcxTransport:
         self._connections_max = connections_max
         self._engine: Engine | None = None
         self._idle: IdleLinks | None = None
+        self._checkers = Workers("p2pcache-ucx-check", CHECKERS)
         self._closed = False
 
     async def start(self, tickets: Tickets) -> str:
@@ -98,7 +101,7 @@ class UcxTransport:
         self, peer: Member, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]
     ) -> UcxPull:
         """See `ports.Transport`. `dest` is held until `settled`."""
-        pull = UcxPull(peer.name, ticket, dest, progress)
+        pull = UcxPull(peer.name, ticket, dest, progress, self._checkers)
         advertised = peer.transports.get(self.name, "")
         address = parse_address(advertised)
         why = "the transport is closed" if self._closed else self._problem
@@ -117,10 +120,10 @@ class UcxTransport:
     async def close(self) -> None:
         self._closed = True
         engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        engine.close()
-        await join([engine.thread])
+        if engine is not None:
+            engine.close()
+            await join([engine.thread])
+        await join(self._checkers.stop())
 
     def description(self) -> dict[str, Any]:
         """For `status` and `doctor`: versions, the library loaded, and what it can use."""

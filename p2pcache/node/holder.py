@@ -24,12 +24,16 @@ from p2pcache.node.wireform import body_to_wire
 from p2pcache.types import ExactKey, Miss, TierFull
 
 _log = logging.getLogger(__name__)
+RETRY_MIN_S, RETRY_MAX_S = 0.005, 1.0
+SMOOTHING = 0.2
 
 
 @dataclass(slots=True)
 class _Open:
     slot: Slot
     bytes: memoryview
+    reader: str
+    issued_s: float
     expires_s: float
     reading: int = 0
     closed: bool = False
@@ -38,26 +42,58 @@ class _Open:
 class TicketOffice:
     """Implements the `Tickets` port. `begin` and `end` come from transport threads, the rest does not."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, residency: Residency):
+    def __init__(self, config: NodeConfig, loop: asyncio.AbstractEventLoop, residency: Residency):
+        self._config = config
         self._loop = loop
         self._residency = residency
         self._lock = threading.Lock()
         self._open: dict[bytes, _Open] = {}
         self.leased_bytes = 0
+        self._leased_to: dict[str, int] = {}  # bytes by reader
+        self._usual_s = RETRY_MIN_S  # how long a ticket stays open, smoothed
         self._emptied = asyncio.Event()
         self._emptied.set()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def issue(self, slot: Slot, expires_s: float) -> bytes:
-        """A ticket for a slot that the caller has leased; the lease is the ticket's from now on."""
+    @property
+    def retry_after_s(self) -> float:
+        """When somebody who was refused for want of room may well get it."""
+        return min(max(self._usual_s, RETRY_MIN_S), RETRY_MAX_S)
+
+    def admit(self, reader: str, nbytes: int) -> bool:
+        """Count a body towards the limits; `dismiss`, or the end of its ticket, takes it off again.
+
+        A body over a limit goes alone rather than never.
+        """
+        mine = self._leased_to.get(reader, 0)
+        for leased, limit in (
+            (self.leased_bytes, self._config.serve_bytes_in_flight_max),
+            (mine, self._config.serve_bytes_per_peer_max),
+        ):
+            if leased and leased + nbytes > limit:
+                return False
+        self.leased_bytes += nbytes
+        self._leased_to[reader] = mine + nbytes
+        return True
+
+    def dismiss(self, reader: str, nbytes: int) -> None:
+        """No ticket came of what was admitted, or it has ended."""
+        self.leased_bytes -= nbytes
+        left = self._leased_to[reader] - nbytes
+        if left:
+            self._leased_to[reader] = left
+        else:
+            del self._leased_to[reader]
+
+    def issue(self, slot: Slot, reader: str, expires_s: float) -> bytes:
+        """A ticket for an admitted slot that the caller has leased; the lease is the ticket's from now on."""
         token = secrets.token_bytes(16)
         view = self._residency.slab.view(slot.offset, slot.nbytes).toreadonly()
         with self._lock:
-            self._open[token] = _Open(slot, view, expires_s)
+            self._open[token] = _Open(slot, view, reader, self._loop.time(), expires_s)
         self._emptied.clear()
-        self.leased_bytes += slot.nbytes
         return token
 
     def begin(self, token: bytes) -> memoryview | None:
@@ -87,7 +123,8 @@ class TicketOffice:
                 if ticket.reading:
                     continue  # `end` comes back here
                 del self._open[token]
-            self.leased_bytes -= ticket.slot.nbytes
+            self._usual_s += SMOOTHING * (self._loop.time() - ticket.issued_s - self._usual_s)
+            self.dismiss(ticket.reader, ticket.slot.nbytes)
             self._residency.tier.release(ticket.slot)
         if not self._open:
             self._emptied.set()
@@ -118,34 +155,39 @@ class Holder:
         self._residency = residency
         self._counters = counters
         self._loop = asyncio.get_running_loop()
-        self.office = TicketOffice(self._loop, residency)
+        self.office = TicketOffice(config, self._loop, residency)
 
-    async def open(self, bodies: list[ExactKey], deadline_s: float) -> list[list[Any]]:
+    async def open(self, bodies: list[ExactKey], reader: str, deadline_s: float) -> list[list[Any]]:
         """A ticket or a reason for each body, in order; one from NVMe is promoted first."""
-        return list(await asyncio.gather(*(self._ticket(exact, deadline_s) for exact in bodies)))
+        return list(await asyncio.gather(*(self._ticket(exact, reader, deadline_s) for exact in bodies)))
 
-    async def _ticket(self, exact: ExactKey, deadline_s: float) -> list[Any]:
-        miss: Miss | None = None
+    async def _ticket(self, exact: ExactKey, reader: str, deadline_s: float) -> list[Any]:
+        body = self._residency.body(exact)
+        if body is None:
+            return self._refusal(Miss.HOLDER_GONE)
+        if not self.office.admit(reader, body.nbytes):
+            return self._refusal(Miss.BUSY, self.office.retry_after_s)
+        slot: Slot | None = None
         try:
-            if self.office.leased_bytes >= self._config.serve_bytes_in_flight_max:
-                miss = Miss.BUSY
-            else:
-                async with asyncio.timeout_at(deadline_s):
-                    got = await self._residency.lease(exact)
-                if got is None:
-                    miss = Miss.HOLDER_GONE
+            async with asyncio.timeout_at(deadline_s):
+                got = await self._residency.lease(exact)
+            if got is None:
+                return self._refusal(Miss.HOLDER_GONE)
+            slot = got[0]
         except TimeoutError:
-            miss = Miss.DEADLINE
+            return self._refusal(Miss.DEADLINE)
         except TierFull:
-            miss = Miss.NO_ROOM
+            return self._refusal(Miss.NO_ROOM)
         except CorruptBody:
-            miss = Miss.CORRUPT
-        if miss is not None:
-            self._counters["tickets_refused"] += 1
-            return [miss.value, None]
-        slot = got[0]
-        token = self.office.issue(slot, self._loop.time() + self._config.remote_lease_s)
+            return self._refusal(Miss.CORRUPT)
+        finally:
+            if slot is None:
+                self.office.dismiss(reader, body.nbytes)
+        token = self.office.issue(slot, reader, self._loop.time() + self._config.remote_lease_s)
         self._counters["tickets"] += 1
-        body = body_to_wire(slot.body)
-        lease = [token, slot.offset, slot.generation, list(slot.checksums), slot.meta, body]
-        return ["ok", lease]
+        held = body_to_wire(slot.body)
+        return ["ok", [token, slot.offset, slot.generation, list(slot.checksums), slot.meta, held]]
+
+    def _refusal(self, why: Miss, retry_after_s: float | None = None) -> list[Any]:
+        self._counters["tickets_refused"] += 1
+        return [why.value, retry_after_s]

@@ -341,7 +341,8 @@ class Node:
             return self.shard.handle(op, body, sender, incarnation)
         if op == "pull.open":
             budget_s = min(max(body["deadline_s"], 0.0), self.config.remote_lease_s)
-            return {"tickets": await self.desk.open(body["bodies"], self._loop.time() + budget_s)}
+            deadline_s = self._loop.time() + budget_s
+            return {"tickets": await self.desk.open(body["bodies"], sender, deadline_s)}
         if op == "pull.close":
             self.desk.office.close(body["tokens"])
             return {}

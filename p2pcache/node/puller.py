@@ -25,6 +25,7 @@ from p2pcache.node.wireform import body_from_wire
 from p2pcache.types import BodyInfo, DeadlineExceeded, Holder, Miss, RemoteError, TierFull
 
 HOLDERS_TRIED_MAX = 4
+RETRY_MIN_S = 0.001  # whatever a holder says
 _MISSES = {miss.value: miss for miss in Miss}
 
 
@@ -37,6 +38,15 @@ class Pulled:
     transport: str = ""
     miss: Miss | None = None
     seconds: float = 0.0
+    retry_after_s: float = 0.0  # of a miss that may be none later: the holder is busy
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A holder's no. retry_after_s: when to ask again, where that may help."""
+
+    miss: Miss
+    retry_after_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -149,8 +159,22 @@ class Puller:
         here = self._residency.tier.get(body.exact)
         if here is not None:
             return Pulled(here)
-        miss = Miss.HOLDER_UNREACHABLE
         holders = holders[:HOLDERS_TRIED_MAX]
+        while True:
+            outcome, retry_after_s = await self._try_all(body, holders, deadline_s)
+            # All who have it are busy, or gone. Whoever is busy says when it is worth asking again.
+            if outcome.slot is not None or not retry_after_s:
+                return outcome
+            if self._loop.time() + retry_after_s >= deadline_s:
+                return outcome
+            self._counters["pulls_retried"] += 1
+            await asyncio.sleep(retry_after_s)
+
+    async def _try_all(
+        self, body: BodyInfo, holders: tuple[Holder, ...], deadline_s: float
+    ) -> tuple[Pulled, float]:
+        """Each holder by each transport until one gives the body; else the miss, and when to ask again."""
+        miss, retry_after_s = Miss.HOLDER_UNREACHABLE, 0.0
         for holder in holders:
             peer = self.view.members.get(holder.node)
             if peer is None or peer.incarnation != holder.incarnation:
@@ -162,37 +186,41 @@ class Puller:
             for transport in self.ways(peer):
                 outcome = await self._try(body, peer, transport, answer_by_s, deadline_s)
                 if outcome.slot is not None:
-                    return outcome
+                    return outcome, 0.0
                 miss = outcome.miss or miss
+                retry_after_s = min(filter(None, (retry_after_s, outcome.retry_after_s)), default=0.0)
                 if miss is not Miss.HOLDER_UNREACHABLE:
                     break  # the holder has answered: another transport would not change its mind
             if miss is Miss.NO_ROOM or self._loop.time() >= deadline_s:
                 break
-        return Pulled(None, miss=miss)
+        if retry_after_s and miss is not Miss.NO_ROOM:
+            miss = Miss.BUSY
+        return Pulled(None, miss=miss), retry_after_s
 
     async def _try(
         self, body: BodyInfo, peer: Member, transport: Transport, answer_by_s: float, deadline_s: float
     ) -> Pulled:
         """One holder by one transport. answer_by_s: until when it may take to give its leave."""
-        try:
-            slot = await self._residency.reserve(body, peer.name)
-        except TierFull:
-            return Pulled(None, miss=Miss.NO_ROOM)
         started_s = self._loop.time()
-        settled: asyncio.Future[None] = self._loop.create_future()
-        settled.set_result(None)
-        ticket = None
+        ticket: Ticket | Refusal | None = None
+        slot: Slot | None = None
+        pull: Pull | None = None
         try:
             ticket = await self._open(peer, transport.name, body, answer_by_s)
-            if isinstance(ticket, Miss):
-                self._residency.give_up(slot, settled)
-                return Pulled(None, peer.name, transport.name, ticket)
-            pull = _Transfer(self._loop, self._residency, slot, ticket)
-            settled = pull.start(peer, transport)
-            await pull.finish(deadline_s)
+            if isinstance(ticket, Refusal):
+                return Pulled(None, peer.name, transport.name, ticket.miss, 0.0, ticket.retry_after_s)
+            # After the holder's leave, so that nothing of ours goes for a body that does not come.
+            slot = await self._residency.reserve(body, peer.name)
+            dest = self._residency.slab.view(slot.offset, slot.nbytes)
+            pull = transport.pull(peer, ticket, dest, lambda nbytes: None)
+            async with asyncio.timeout_at(deadline_s):
+                await asyncio.shield(pull.done)
             slot = self._residency.commit(slot, ticket.checksums, ticket.meta)
         except BaseException as error:
-            self._residency.give_up(slot, settled)
+            if pull is not None:
+                pull.abandon()
+            if slot is not None:
+                self._residency.give_up(slot, None if pull is None else pull.settled)
             miss = self._why(error, peer, transport, self._loop.time() - started_s)
             if miss is None:
                 raise
@@ -207,6 +235,8 @@ class Puller:
 
     def _why(self, error: BaseException, peer: Member, transport: Transport, waited_s: float) -> Miss | None:
         """A fault as a reason; None for what is not a fault of the way or the peer."""
+        if isinstance(error, TierFull):
+            return Miss.NO_ROOM
         if isinstance(error, CorruptBody):
             self._counters["corrupt"] += 1
             return Miss.CORRUPT
@@ -228,7 +258,9 @@ class Puller:
 
     # -- tickets, many a message -----------------------------------------------------------------
 
-    async def _open(self, peer: Member, transport: str, body: BodyInfo, deadline_s: float) -> Ticket | Miss:
+    async def _open(
+        self, peer: Member, transport: str, body: BodyInfo, deadline_s: float
+    ) -> Ticket | Refusal:
         batch = self._opening.get((peer.name, transport))
         if batch is None:
             batch = self._opening[peer.name, transport] = _Batch()
@@ -240,14 +272,16 @@ class Puller:
         async with asyncio.timeout_at(deadline_s):
             status, lease = await answer
         if status != "ok":
-            return _MISSES.get(status, Miss.HOLDER_GONE)
+            miss = _MISSES.get(status, Miss.HOLDER_GONE)
+            return Refusal(miss, max(lease or 0.0, RETRY_MIN_S) if miss is Miss.BUSY else 0.0)
         token, offset, generation, checksums, meta, held = lease
         # The directory's word on a body is a hint; the holder's is not. Where its keys stand (its base
         # position) is part of what makes the bytes right, so it has to be what was asked for.
-        if body_from_wire(held) != body or not checksums or body.nbytes % len(checksums):
+        layers = len(checksums)
+        if body_from_wire(held) != body or not layers or body.nbytes < layers or body.nbytes % layers:
             self._close(peer, token)
-            return Miss.HOLDER_GONE
-        return Ticket(token, offset, body.nbytes, generation, tuple(checksums), meta)
+            return Refusal(Miss.HOLDER_GONE)
+        return Ticket(token, offset, body.nbytes, generation, tuple(checksums), body.exact, meta)
 
     async def _send_open(self, peer: Member, transport: str, batch: _Batch) -> None:
         await asyncio.sleep(0)  # let the other pulls of this turn get on
@@ -301,66 +335,3 @@ class Puller:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-class _Transfer:
-    """Bytes arriving in a slot, checked layer by layer while the next ones are on their way."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, residency: Residency, slot: Slot, ticket: Ticket):
-        self._loop = loop
-        self._residency = residency
-        self._slot = slot
-        self._ticket = ticket
-        self._arrived = 0
-        self._news = asyncio.Event()
-        self._pull: Pull | None = None
-
-    def start(self, peer: Member, transport: Transport) -> asyncio.Future[None]:
-        """Begin; returns the future that says when nothing will write to the slot any more."""
-        dest = self._residency.slab.view(self._slot.offset, self._slot.nbytes)
-        self._pull = transport.pull(peer, self._ticket, dest, self._on_progress)
-        self._pull.done.add_done_callback(lambda _: self._news.set())
-        return self._pull.settled
-
-    def _on_progress(self, nbytes: int) -> None:
-        self._arrived = max(self._arrived, nbytes)
-        self._news.set()
-
-    async def finish(self, deadline_s: float) -> None:
-        """Wait until all layers are here and right. Raises what went wrong, or TimeoutError."""
-        assert self._pull is not None
-        ticket, layers, checked = self._ticket, len(self._ticket.checksums), 0
-        layer_bytes = ticket.nbytes // layers
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                while checked < layers:
-                    whole = (
-                        layers
-                        if self._pull.done.done()
-                        else self._arrived // layer_bytes
-                        if layer_bytes
-                        else 0
-                    )
-                    if self._pull.done.done():
-                        self._pull.done.result()
-                    if whole == checked:
-                        self._news.clear()
-                        await self._news.wait()
-                        continue
-                    bad = await self._residency.slab.first_bad_layer(
-                        self._slot.offset,
-                        ticket.nbytes,
-                        self._slot.body.exact,
-                        ticket.checksums,
-                        checked,
-                        whole,
-                    )
-                    if bad is not None:
-                        raise CorruptBody(f"layer {bad} does not match its checksum")
-                    checked = whole
-                await self._pull.done
-        finally:
-            if not self._pull.done.done() or not self._pull.settled.done():
-                self._pull.abandon()
-            # Somebody has to look at it, or asyncio complains of an exception never retrieved.
-            self._pull.done.add_done_callback(lambda f: f.cancelled() or f.exception())

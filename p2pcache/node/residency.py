@@ -59,6 +59,14 @@ class Residency:
             return Tier.NVME
         return None
 
+    def body(self, exact: ExactKey) -> BodyInfo | None:
+        """What is known of a body of this node, in whatever tier; None where it is not here."""
+        slot = self.tier.get(exact)
+        if slot is not None:
+            return slot.body
+        record = self._nvme.lookup(exact) if self._nvme is not None else None
+        return None if record is None else record.body
+
     def find(self, content: ContentKey) -> list[Found]:
         """Bodies of a content key on this node, each in its best tier."""
         bodies = {slot.body.exact: slot.body for slot in self.tier.by_content(content)}
@@ -119,9 +127,12 @@ class Residency:
             self._demote_soon()
         return serving
 
-    def give_up(self, slot: Slot, settled: asyncio.Future[None]) -> None:
-        """A pull into `slot` failed: free it now, or when nothing will write there any more (law 5)."""
-        if settled.done():
+    def give_up(self, slot: Slot, settled: asyncio.Future[None] | None) -> None:
+        """A pull into `slot` failed: free it now, or when nothing will write there any more (law 5).
+
+        settled: None where nothing was ever to write there.
+        """
+        if settled is None or settled.done():
             self.tier.abort(slot)
             return
         self._counters["quarantined"] += 1

@@ -18,7 +18,7 @@ _HEALTH_S = 5.0
 _HEALTH_TIMEOUT_S = 30.0
 # A request ends with its ingress: no proxy of Serve's tries a second one. So a single ingress stands on the
 # head, without which there is no cluster, and not on a worker that may go at any time.
-_INGRESS_PLACE = {"node:__internal_head__": 0.001}
+_ON_HEAD = {"node:__internal_head__": 0.001}
 
 
 def build(settings: dict[str, Any]) -> Application:
@@ -57,7 +57,7 @@ def deployment(
         name="Ingress",
         num_replicas=config.ingress_replicas,
         max_ongoing_requests=4 * config.replicas * (config.sequences_max + config.queue_max),
-        ray_actor_options={"num_cpus": 0, "resources": _INGRESS_PLACE if config.ingress_replicas == 1 else {}},
+        ray_actor_options={"num_cpus": 0, "resources": _ON_HEAD if config.ingress_replicas == 1 else {}},
         graceful_shutdown_timeout_s=config.drain_s,
     )
     return ingress.bind(config, replicas.bind(config, make))

@@ -23,7 +23,6 @@ import torch
 from p2pcache import KVLayout, Miss, Namespace, NodeConfig
 from p2pcache.api import Client
 from p2pcache.core import wire
-from p2pcache.core.checksum import checksum_body
 from p2pcache.core.chunking import FixedChunker
 from p2pcache.core.membership import Member
 from p2pcache.io import slab as slab_module
@@ -235,21 +234,6 @@ def test_a_slab_that_the_system_refuses_is_a_config_error_and_leaves_no_descript
     with pytest.raises(ConfigError, match="No space left"):
         HostSlab(MIB)
     assert os.listdir("/proc/self/fd") == before
-
-
-def test_every_layer_of_a_body_is_checked_and_the_first_bad_one_is_named(slab: HostSlab) -> None:
-    exact, layers, nbytes = b"e" * 16, 4, 4096
-    slab.view(64, nbytes)[:] = secrets.token_bytes(nbytes)
-    sums = checksum_body(slab.view(64, nbytes), exact, layers)
-
-    def bad(first: int = 0, stop: int = layers) -> int | None:
-        return asyncio.run(slab.first_bad_layer(64, nbytes, exact, sums, first, stop))
-
-    assert bad() is None
-    slab.view(64, nbytes)[2 * 1024] ^= 0x80
-    assert bad() == 2 and bad(0, 2) is None and bad(3, 4) is None
-    slab.view(64, nbytes)[2 * 1024] ^= 0x80
-    assert bad() is None
 
 
 def test_a_slab_outlives_its_node_while_an_engine_holds_it(folder: Path) -> None:

@@ -19,8 +19,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.membership import Member
 from p2pcache.io import _tcp_holder
+from p2pcache.io._tcp_sockets import MAGIC, REQUEST, VERSION
 from p2pcache.io._ucx_pulls import IdleLinks
 from p2pcache.io.ports import Ticket, TicketGone, TransportError
 from p2pcache.io.transport_tcp import TcpTransport
@@ -123,6 +125,60 @@ def test_progress_grows_and_never_promises_too_much(kind: Kind) -> None:
             assert await watched.done() is None
             assert not watched.problems
             assert watched.told[-1] == nbytes and len(watched.told) > 2
+            await watched.settled()
+
+    run(case)
+
+
+# Checksums.
+
+
+@pytest.mark.parametrize("layers, layer_bytes", [(1, 1), (3, 100), (7, 4096), (32, MIB + 12), (3, 9 * MIB)])
+def test_layers_are_checked_and_told_of_as_they_come(kind: Kind, layers: int, layer_bytes: int) -> None:
+    nbytes = layers * layer_bytes
+
+    async def case() -> None:
+        async with mesh(kind, nbytes + 8) as m:
+            ticket = m.tickets.grant(nbytes, offset=8, layers=layers)
+            watched = start(m, ticket)
+            assert await watched.done() is None
+            assert watched.dest[:nbytes] == m.memory[8 : 8 + nbytes]
+            assert watched.told[-1] == nbytes and not watched.problems
+            assert all(told % layer_bytes == 0 for told in watched.told)
+            await watched.settled()
+
+    run(case)
+
+
+@pytest.mark.parametrize("layers, layer_bytes", [(3, 100), (8, 4096), (32, MIB + 12)])
+def test_a_flipped_bit_is_corrupt_and_no_layer_from_there_on_is_told_of(
+    kind: Kind, layers: int, layer_bytes: int
+) -> None:
+    nbytes, bad = layers * layer_bytes, layers // 2
+
+    async def case() -> None:
+        async with mesh(kind, nbytes) as m:
+            ticket = m.tickets.grant(nbytes, layers=layers)
+            m.memory[bad * layer_bytes + layer_bytes // 3] ^= 0x10
+            watched = start(m, ticket)
+            assert isinstance(await watched.done(), CorruptBody)
+            assert all(told <= bad * layer_bytes for told in watched.told)
+            await watched.settled()
+            await check_works(m, min(nbytes, 100_000))
+
+    run(case)
+
+
+def test_whole_bytes_of_another_body_are_corrupt(kind: Kind) -> None:
+    nbytes = 5 * MIB
+
+    async def case() -> None:
+        async with mesh(kind, nbytes) as m:
+            ticket = m.tickets.grant(nbytes, layers=5)
+            other = dataclasses.replace(ticket, exact=b"another body's n")
+            watched = start(m, other)
+            assert isinstance(await watched.done(), CorruptBody)
+            assert not watched.told
             await watched.settled()
 
     run(case)
@@ -530,7 +586,7 @@ def test_tcp_reader_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatc
             ticket = m.tickets.grant(LARGE)
             host, _, port = m.member.transports["tcp"].rpartition(":")
             with socket.create_connection((host, int(port))) as lazy:
-                lazy.sendall(_tcp_holder.REQUEST.pack(b"P2PK", 1, ticket.token, LARGE))
+                lazy.sendall(REQUEST.pack(MAGIC, VERSION, ticket.token, LARGE, 0, LARGE))
                 await m.tickets.until_balanced(begins_min=1)
 
     run(case)

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 import pytest
 
+from p2pcache.core.checksum import checksum_body
 from p2pcache.core.membership import Member
 from p2pcache.io.engine_socket import EngineSocket
 from p2pcache.io.ports import Pull, Ticket, Transport
@@ -46,10 +47,20 @@ class FakeTickets:
         self._granted: dict[bytes, tuple[int, int]] = {}
         self.begins = self.ends = 0
 
-    def grant(self, nbytes: int, offset: int = 0, token: bytes | None = None) -> Ticket:
+    def grant(
+        self,
+        nbytes: int,
+        offset: int = 0,
+        token: bytes | None = None,
+        layers: int = 0,
+        exact: bytes = b"the body's name.",
+    ) -> Ticket:
+        """layers: as many checksums of what is there now; 0: none, and the reader checks nothing."""
         token = token or secrets.token_bytes(16)
         self._granted[token] = (offset, nbytes)
-        return Ticket(token, offset, nbytes, generation=1, checksums=())
+        body = self._memory[offset : offset + nbytes]
+        sums = checksum_body(body, exact, layers) if layers else ()
+        return Ticket(token, offset, nbytes, generation=1, checksums=sums, exact=exact)
 
     def revoke(self, ticket: Ticket) -> None:
         del self._granted[ticket.token]
@@ -186,6 +197,7 @@ async def _serve_shm(memory: SlabMemory, tickets: FakeTickets, port: int) -> tup
 KINDS: dict[str, Kind] = {
     "shm": Kind("shm", _serve_shm, lambda: ShmTransport("", BOOT_ID), memory=SlabMemory, holder_sends=False),
     "tcp": Kind("tcp", _serve_tcp, lambda: TcpTransport("127.0.0.1")),
+    "tcp of 4 streams": Kind("tcp", _serve_tcp, lambda: TcpTransport("127.0.0.1", streams_max=4)),
     "ucx": Kind(
         "ucx", _serve_ucx, lambda: UcxTransport("127.0.0.1"), ucx_available, marks=(pytest.mark.ucx,)
     ),

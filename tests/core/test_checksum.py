@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from p2pcache import _native
 from p2pcache.core.checksum import (
     LAYER_STRIDE,
+    LayerCheck,
     checksum_body,
     checksum_layer,
     first_bad_layer,
     layer_seed,
+    plain_checksums,
 )
 from p2pcache.types import LayoutError
 
@@ -75,3 +81,97 @@ def test_a_wrong_key_or_a_view_that_is_not_flat_bytes_is_a_typed_error():
         layer_seed(b"short", 0)
     with pytest.raises(LayoutError, match="flat"):
         checksum_body(memoryview(bytes(8)).cast("I"), b"k" * 16, 1)
+
+
+LEVELS = _native.checksum_levels()
+
+
+@given(keys, st.integers(1, 4), st.integers(241, 3000), st.randoms())
+@pytest.mark.parametrize("level", LEVELS)
+def test_native_checksums_are_those_of_xxhash(level, key, layers, part, random):
+    body = memoryview(random.randbytes(layers * part))
+    native = _native.layer_checksums(body, layer_seed(key, 0), layers, level)
+    assert tuple(native) == plain_checksums(body, key, layers) == checksum_body(body, key, layers)
+
+
+def checks(body: memoryview, key: bytes, sums: tuple[int, ...]) -> list:
+    native = [_native.LayerCheck(body, layer_seed(key, 0), list(sums), level) for level in LEVELS]
+    return [LayerCheck(body, layer_seed(key, 0), sums), *native]
+
+
+@given(keys, st.integers(1, 4), st.integers(241, 2500), st.randoms(), st.data())
+def test_layers_are_checked_as_they_land_however_they_are_cut(key, layers, part, random, data):
+    content = bytearray(random.randbytes(layers * part))
+    sums = plain_checksums(memoryview(content), key, layers)
+    wrong = data.draw(st.none() | st.integers(0, layers - 1))
+    if wrong is not None:
+        content[wrong * part + random.randrange(part)] ^= 1 << random.randrange(8)
+    stops = sorted(random.randrange(len(content) + 1) for _ in range(random.randrange(6))) + [len(content)]
+    for copies in (False, True):
+        for made in range(1 + len(LEVELS)):
+            body = memoryview(bytearray(len(content)) if copies else bytearray(content))
+            check = checks(body, key, sums)[made]
+            for stop in stops:
+                check.copy(memoryview(content), stop) if copies else check.advance(stop)
+                good = min(stop // part, layers if wrong is None else wrong)
+                assert check.good_bytes == good * part and check.landed_bytes == stop
+                assert check.bad_layer == (
+                    wrong if wrong is not None and stop >= (wrong + 1) * part else None
+                )
+                if copies and check.bad_layer is None:
+                    assert body[:stop] == content[:stop]
+
+
+@pytest.mark.parametrize("part, layers", [(1 << 20, 3), ((1 << 19) + 7, 3), (300, 8000)])
+def test_a_large_copy_is_exact_and_stays_within_its_bounds(part, layers):
+    source = memoryview(os.urandom(part * layers))
+    sums = checksum_body(source, b"k" * 16, layers)
+    for level in LEVELS:
+        for shift in (0, 1, 32):
+            around = bytearray(b"\xee" * (source.nbytes + 128))
+            body = memoryview(around)[shift : shift + source.nbytes]
+            check = _native.LayerCheck(body, layer_seed(b"k" * 16, 0), list(sums), level)
+            check.copy(source, 12_345)
+            check.copy(source, source.nbytes)
+            assert check.bad_layer is None and check.good_bytes == source.nbytes and body == source
+            assert set(around[:shift]) | set(around[shift + source.nbytes :]) <= {0xEE}
+
+
+def test_without_checksums_bytes_are_moved_and_not_checked():
+    for check in checks(memoryview(body := bytearray(10)), b"k" * 16, ()):
+        check.copy(memoryview(b"0123456789"), 4)
+        assert (body[:4], check.good_bytes, check.bad_layer) == (b"0123", 4, None)
+        body[:] = bytes(10)
+
+
+def test_a_check_refuses_what_does_not_fit():
+    sums = (1, 2)
+    for check in checks(memoryview(bytearray(1000)), b"k" * 16, sums):
+        check.advance(100)
+        for upto in (99, 1001):
+            with pytest.raises(ValueError):
+                check.advance(upto)
+    with pytest.raises(ValueError):
+        _native.LayerCheck(bytearray(100), 0, [1])  # a layer that XXH3 treats in another way
+    with pytest.raises(BufferError):
+        _native.LayerCheck(bytes(1000), 0, [1])  # nothing may be written there
+    with pytest.raises(ValueError):
+        _native.layer_checksums(bytes(1000), 0, 1, "no such level")
+
+
+def test_native_code_receives_up_to_where_it_is_told_and_says_when_the_other_side_has_ended():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        content = os.urandom(100_000)
+        sums = checksum_body(memoryview(content), b"k" * 16, 4)
+        body = bytearray(len(content))
+        check = _native.LayerCheck(body, layer_seed(b"k" * 16, 0), list(sums))
+        theirs.sendall(content[:60_000])
+        assert check.receive(ours.fileno(), 50_000) is False
+        assert (check.landed_bytes, check.good_bytes) == (50_000, 50_000)
+        theirs.shutdown(socket.SHUT_WR)
+        assert check.receive(ours.fileno(), len(content)) is True
+        assert check.landed_bytes == 60_000 and body[:60_000] == content[:60_000]
+        ours.setblocking(False)
+    with pytest.raises(OSError):
+        check.receive(ours.fileno(), len(content))

@@ -36,7 +36,7 @@ body = row(key, key, u31, u63, st.integers(0, 2), u31, text)
 holder = row(text, u63, tier)
 found = row(body, lists(holder))
 ticket = row(st.just("ok"), row(token, u63, u63, lists(u64), meta, body))
-no_ticket = row(text.filter(lambda t: t != "ok"), st.none() | text)
+no_ticket = row(text.filter(lambda t: t != "ok"), st.none() | st.floats(0, 10))
 member = record(
     name=text, incarnation=u63, control=text, boot_id=text, transports=st.dictionaries(text, text, max_size=3)
 )

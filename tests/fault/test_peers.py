@@ -16,7 +16,7 @@ import torch
 from p2pcache import EmbeddedMesh, Match, Miss, NodeConfig
 from p2pcache.api import Cache, Client
 from p2pcache.core.chunking import FixedChunker
-from p2pcache.node import puller
+from p2pcache.io import _pulls
 from p2pcache.results import Lookup
 from p2pcache.runtime import NodeRuntime
 from tests.fault.node_process import (
@@ -58,15 +58,15 @@ def opened() -> Iterator[Callable[[NodeRuntime | NodeProcess], Cache]]:
 def at_first_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
     """Do something once, when the first bytes of the next pull have arrived."""
     todo: list[Callable[[], None]] = []
-    original = puller._Transfer._on_progress
+    original = _pulls.LoopPull._report
 
-    def on_progress(transfer: puller._Transfer, nbytes: int) -> None:
+    def report(pull: _pulls.LoopPull, nbytes: int) -> None:
         if todo:
-            assert nbytes < transfer._ticket.nbytes
+            assert nbytes < pull.ticket.nbytes
             todo.pop()()
-        original(transfer, nbytes)
+        original(pull, nbytes)
 
-    monkeypatch.setattr(puller._Transfer, "_on_progress", on_progress)
+    monkeypatch.setattr(_pulls.LoopPull, "_report", report)
     return todo.append
 
 
