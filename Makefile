@@ -5,10 +5,11 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 EXTRAS := demo,serve,dev,ucx-cu13
 PYTEST := $(BIN)/python -m pytest
+BENCHES := pull lookup local_hit chunking nvme overhead codec planner replay
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-engine test-cluster test-gpu lint clean
+.PHONY: help setup demo test test-fast test-engine test-cluster test-gpu bench bench-peers lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,11 +35,18 @@ test-cluster: $(STAMP) ## on Ray: one machine, Serve, and `ray up` in a lab of n
 test-gpu: $(STAMP) ## on a CUDA device
 	@$(PYTEST) -m gpu
 
+bench: $(STAMP) ## every benchmark of bench/README.md but the long ones; figures go to out/
+	@for name in $(BENCHES); do $(BIN)/python -m bench.$$name --json out/$$name.json || exit 1; done
+
+bench-peers: ## other systems to compare with, in .venv-peers
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet -c constraints.txt -r bench/peers/requirements.txt
+
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .
 
 clean: ## remove what make has made
-	rm -rf $(VENV) build dist out .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-peers build dist out .pytest_cache .ruff_cache .hypothesis
 
 # The install is editable: Python sources act at once. C++ sources are in the stamp's prerequisites, so
 # that a change there builds again. `touch` comes last: a step that fails leaves no stamp.
