@@ -4,12 +4,14 @@ The reader posts receives into its slab, the holder sends from its slab, and UCX
 the bytes: no copy on either side, and no remote key ever leaves a process. Layout of a pull:
 
     request  stream           4s magic "P2PK" | B version | 3x | 16s token | Q nbytes | Q tag
-    answer   tag              4s magic | B version | B status | 2x | Q nbytes
     body     tag + 1, ...     pieces of PIECE_BYTES, the last one shorter
+    answer   tag              4s magic | B version | B status | 2x | Q nbytes: why none comes
 
-The tag is the reader's choice: random, the low 20 bits zero. Integers are big-endian. An endpoint
-carries one pull at a time and is then used again. Everything on UCX happens on the engine's thread;
-see `_ucx_engine` for its rules.
+An answer comes only where no body does, because it is empty or refused: receives for both are posted
+before the request leaves, so a body costs one round trip and lands where it belongs. The tag is the
+reader's choice: random, the low 20 bits zero. Integers are big-endian. An endpoint carries one pull at
+a time and is then used again. Everything on UCX happens on the engine's thread; see `_ucx_engine` for
+its rules.
 
 Every port is bound to one address: our listener to `host`, UCX's own to that of the devices' interface.
 Nothing is sent without a ticket, but UCX itself trusts whoever connects: use it on a network whose
