@@ -14,8 +14,11 @@ import json
 import mmap
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,10 +38,11 @@ TICKETS = {LARGE: BODY_BYTES, SMALL: SMALL_BYTES}
 
 
 class UcxProcess(Lines):
-    """role: `nursery` or `survivor`."""
+    """role: `nursery` or `survivor`. namespace: a network namespace to run in, where it listens on `host`."""
 
-    def __init__(self, role: str):
-        super().__init__(sys.executable, "-m", "tests.fault.ucx_process", role)
+    def __init__(self, role: str, host: str = "127.0.0.1", namespace: str = ""):
+        inside = ["ip", "netns", "exec", namespace] if namespace else []
+        super().__init__(*inside, sys.executable, "-m", "tests.fault.ucx_process", role, host)
 
 
 def _memory() -> mmap.mmap:
@@ -48,18 +52,29 @@ def _memory() -> mmap.mmap:
     return memory
 
 
-async def _serve(memory: mmap.mmap, port: int = 0) -> tuple[UcxTransport, FakeTickets, Member]:
+async def _serve(
+    memory: mmap.mmap, host: str = "127.0.0.1", port: int = 0
+) -> tuple[UcxTransport, FakeTickets, Member]:
     tickets = FakeTickets(memoryview(memory))
     for token, nbytes in TICKETS.items():
         tickets.grant(nbytes, token=token)
-    transport = UcxTransport("127.0.0.1", port)
+    transport = UcxTransport(host, port)
     return transport, tickets, member("ucx", await transport.start(tickets))
 
 
 async def _pull(
-    transport: UcxTransport, peer: Member, token: bytes, dest: mmap.mmap, at_bytes: int, do: Callable[[], None]
+    transport: UcxTransport,
+    peer: Member,
+    token: bytes,
+    dest: mmap.mmap,
+    at_bytes: int,
+    do: Callable[[], None],
+    budget_s: float = PATIENCE_S,
 ) -> BaseException | None:
-    """`do` something once, when so many bytes have come; with 0, before it is known whether any will."""
+    """`do` something once, when so many bytes have come; with 0, before it is known whether any will.
+
+    Given up after `budget_s`. Returns, once the destination is free again, how it ended.
+    """
     todo = [do]
 
     def progress(nbytes: int) -> None:
@@ -71,9 +86,10 @@ async def _pull(
     if not at_bytes:
         await asyncio.sleep(0)  # the engine's thread has been told
         progress(0)
-    error = await ended(pull.done, PATIENCE_S)
+    await asyncio.wait({pull.done}, timeout=budget_s)
+    pull.abandon()
     await ended(pull.settled, PATIENCE_S)
-    return error
+    return pull.done.exception()
 
 
 # Victims.
@@ -92,7 +108,7 @@ def _fork(life: Callable[[], Any]) -> int:
 
 
 async def _be_holder(memory: mmap.mmap, port: int) -> int:
-    _, _, known_as = await _serve(memory, port)
+    _, _, known_as = await _serve(memory, port=port)
     print(json.dumps({"pid": os.getpid(), "member": known_as.to_wire()}), flush=True)
     await asyncio.Event().wait()
     return 0
@@ -101,14 +117,13 @@ async def _be_holder(memory: mmap.mmap, port: int) -> int:
 async def _be_reader(memory: mmap.mmap, peer: Member, at_bytes: int | None) -> int:
     """Kills itself when so many bytes have come. None: lives on; 0 says that all of them are right."""
     dest = mmap.mmap(-1, BODY_BYTES)
-    die = [os.kill, os.getpid(), signal.SIGKILL]
     transport = UcxTransport("127.0.0.1")
     if at_bytes is None:
         error = await _pull(transport, peer, LARGE, dest, BODY_BYTES, lambda: None)
         right = np.array_equal(np.frombuffer(dest, np.uint64), np.frombuffer(memory, np.uint64))
         await transport.close()
         return 0 if error is None and right else 1
-    await _pull(transport, peer, LARGE, dest, at_bytes, lambda: die[0](*die[1:]))
+    await _pull(transport, peer, LARGE, dest, at_bytes, partial(os.kill, os.getpid(), signal.SIGKILL))
     return 2
 
 
@@ -121,10 +136,10 @@ def _nursery() -> None:
             while os.waitpid(-1, os.WNOHANG)[0]:  # holders that were killed
                 pass
         if asked["do"] == "holder":
-            _fork(lambda port=asked.get("port", 0): _be_holder(memory, port))  # which answers by itself
+            _fork(partial(_be_holder, memory, asked.get("port", 0)))  # which answers by itself
             continue
         peer = Member.from_wire(asked["member"])
-        readers = [_fork(lambda at=at: _be_reader(memory, peer, at)) for at in asked["at_bytes"]]
+        readers = [_fork(partial(_be_reader, memory, peer, at_bytes)) for at_bytes in asked["at_bytes"]]
         ends = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in readers]
         print(json.dumps(ends), flush=True)
 
@@ -132,11 +147,11 @@ def _nursery() -> None:
 # The survivor.
 
 
-async def _survive() -> None:
+async def _survive(host: str) -> None:
     memory, dest = _memory(), mmap.mmap(-1, BODY_BYTES)
     source, landed = np.frombuffer(memory, np.uint8), np.frombuffer(dest, np.uint8)
     landed[:] = POISON
-    transport, tickets, known_as = await _serve(memory)
+    transport, tickets, known_as = await _serve(memory, host)
     print(json.dumps({"member": known_as.to_wire()}), flush=True)
     last_bytes = 0
 
@@ -155,19 +170,29 @@ async def _survive() -> None:
         late = not (landed[:last_bytes] == POISON).all()  # after the last pull had settled
         peer, token = Member.from_wire(asked["member"]), asked["token"].encode()
 
-        def kill() -> None:
-            if asked["kill"]:
+        def strike() -> None:
+            if "kill" in asked:
                 os.kill(asked["kill"], signal.SIGKILL)
+            if "run" in asked:
+                subprocess.run(asked["run"], check=True)
 
-        error = await _pull(transport, peer, token, dest, asked["at_bytes"], kill)
+        budget_s = asked.get("budget_s", PATIENCE_S)
+        began_s = time.monotonic()
+        error = await _pull(transport, peer, token, dest, asked.get("at_bytes", 0), strike, budget_s)
+        took_s = time.monotonic() - began_s
         last_bytes = nbytes = TICKETS[token]
         right = bool(np.array_equal(landed[:nbytes], source[:nbytes]))
         landed[:nbytes] = POISON
-        return {"error": type(error).__name__ if error else "", "right": right, "late": late}
+        return {
+            "error": type(error).__name__ if error else "",
+            "right": right,
+            "late": late,
+            "took_s": took_s,
+        }
 
     while line := await asyncio.to_thread(sys.stdin.readline):
         print(json.dumps(await answer(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":
-    _nursery() if sys.argv[1] == "nursery" else asyncio.run(_survive())
+    _nursery() if sys.argv[1] == "nursery" else asyncio.run(_survive(sys.argv[2]))
