@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -75,6 +76,9 @@ class ShmTransport:
         loop = asyncio.get_running_loop()
         self._copiers.submit(partial(self._run, pull, peer, loop))
         return pull
+
+    def description(self) -> dict[str, Any]:
+        return {}
 
     async def close(self) -> None:
         with self._lock:

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from p2pcache.core.membership import Member
 from p2pcache.io._pulls import PeerKey, ThreadPull, Workers, join, parse_address
@@ -94,6 +95,9 @@ class TcpTransport:
         pull.settled.add_done_callback(lambda _: self._pulls.discard(pull))
         self._readers.submit(partial(self._run, pull, (peer.name, peer.incarnation, address)))
         return pull
+
+    def description(self) -> dict[str, Any]:
+        return {}
 
     async def close(self) -> None:
         self._closed = True
