@@ -8,7 +8,7 @@ the bytes: no copy on either side, and no remote key ever leaves a process. Layo
     answer   tag              4s magic | B version | B status | 2x | Q nbytes: why none comes
 
 An answer comes only where no body does, because it is empty or refused: receives for both are posted
-before the request leaves, so a body costs one round trip and lands where it belongs. The tag is the
+before the request leaves, so there is no answer to wait for, and what comes is expected. The tag is the
 reader's choice: random, the low 20 bits zero. Integers are big-endian. An endpoint carries one pull at
 a time and is then used again. Everything on UCX happens on the engine's thread; see `_ucx_engine` for
 its rules.
