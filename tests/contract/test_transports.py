@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from p2pcache.core.membership import Member
-from p2pcache.io import _tcp_holder, transport_ucx
+from p2pcache.io import _tcp_holder, _ucx_sends, transport_ucx
 from p2pcache.io._ucx_pulls import IdleLinks
 from p2pcache.io.ports import Ticket, TicketGone, TransportError
 from p2pcache.io.transport_tcp import TcpTransport
@@ -635,6 +635,28 @@ def test_ucx_describes_itself(ucx: Kind) -> None:
             assert described["available"] and "libucp" in described["library"]
             assert described["version"].startswith("1.") and described["verbs"] in (True, False)
             assert "tcp/lo" in described["resources"] and described["devices"] == "lo"
+
+    run(case)
+
+
+@pytest.mark.ucx
+def test_ucx_reader_that_is_frozen_is_dropped_and_others_are_served(
+    ucx: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_ucx_sends, "STALLED_S", 1.0)
+
+    async def case() -> None:
+        async with mesh(ucx, LARGE, fill=False) as m:
+            ticket = m.tickets.grant(LARGE)
+            peer = json.dumps(m.member.to_wire())
+            with child("reader", "ucx", peer, ticket.token.hex(), LARGE) as reader:
+                await asyncio.to_thread(reader.answer)
+                reader.signal(signal.SIGSTOP)
+                await check_works(m)
+                assert m.tickets.begins == 2 and m.tickets.ends < 2, "the frozen one was dropped too soon"
+                await m.tickets.until_balanced(begins_min=2)
+                await check_works(m)
+                reader.signal(signal.SIGCONT)
 
     run(case)
 
