@@ -150,6 +150,22 @@ def _parser() -> argparse.ArgumentParser:
     _cluster(top)
     top.set_defaults(run=commands.top)
 
+    doctor = verbs.add_parser(
+        "doctor",
+        help="whether this host is fit for a node: UCX, memory, network, NVMe; and what to do where not",
+        description="Looks at this host as a node with these settings would. Starts nothing. Status 1 where"
+        " something keeps a node from working.",
+    )
+    doctor.add_argument(
+        "--set",
+        metavar="SETTING=VALUE",
+        action="append",
+        default=[],
+        help="a setting that the node is to have (see the README); may be repeated",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=commands.doctor)
+
     lookup = verbs.add_parser(
         "lookup",
         help="which chunks of a prompt the mesh holds, where, and why not",

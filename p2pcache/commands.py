@@ -156,10 +156,38 @@ def status(arguments: argparse.Namespace) -> int:
         ]
         if served or missed:
             print(f"    served: {', '.join(served) or 'nothing'}; missed: {', '.join(missed) or 'nothing'}")
+        means = [_transport(*transport) for transport in node.get("transports", {}).items()]
+        print(f"    pulls by {', '.join(means) or 'nothing'}")
     views = {n.get("view_id") for n in nodes if "error" not in n}
     if len(views) > 1:
         print("the nodes do not agree on who is in the mesh (yet)")
     return 1 if any("error" in n for n in nodes) else 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
+    from p2pcache.config import NodeConfig, parse_settings
+    from p2pcache.doctor import ERROR, examine
+
+    found = examine(NodeConfig.of(parse_settings(dict(_pair(text) for text in arguments.set))))
+    if arguments.json:
+        print(json.dumps([asdict(finding) for finding in found]))
+    else:
+        for finding in found:
+            print(f"{finding.level:7}  {finding.name}: {_plain(finding.text)}")
+            if finding.remedy:
+                print(f"{'':9}-> {_plain(finding.remedy)}")
+    return 1 if any(finding.level == ERROR for finding in found) else 0
+
+
+def _transport(name: str, facts: dict[str, Any]) -> str:
+    if name != "ucx":
+        return _plain(name)
+    if not facts.get("available"):
+        return _plain(f"ucx ({facts.get('reason')})")
+    means = ", ".join(facts["resources"]) or "no device"
+    return _plain(f"ucx ({facts['version']} of {facts['library']}, over {means})")
 
 
 def top(arguments: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ LAYERS = (
     {"results", "runs", "discovery", "api", "embedded", "actor", ""},  # "": the package itself
     {"supervisor", "mesh"},
     {"blend"},
-    {"integrations", "demo", "serve", "top", "remote"},
+    {"integrations", "demo", "serve", "top", "remote", "doctor"},
     {"commands", "cli", "__main__"},
 )
 LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}

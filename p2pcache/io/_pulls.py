@@ -58,7 +58,7 @@ class LoopPull:
         self._post(self._end, error)
 
     def finish(self, error: Exception | None) -> None:
-        """`done` and `settled`."""
+        """`done` and `settled`. None, where `done` has not ended yet: all bytes are whole."""
         self._post(self._finish, error)
 
     def _post(self, call: Callable[..., None], *args: object) -> None:
@@ -78,9 +78,13 @@ class LoopPull:
 
     def _finish(self, error: Exception | None) -> None:
         self.dest = None
-        self._end(error)
-        if not self.settled.done():
-            self.settled.set_result(None)
+        try:
+            if error is None:
+                self._report(self.ticket.nbytes)
+        finally:
+            self._end(error)
+            if not self.settled.done():
+                self.settled.set_result(None)
 
 
 def check_sound(check: LayerCheck, peer: str) -> None:

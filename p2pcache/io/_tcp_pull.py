@@ -158,7 +158,9 @@ class TcpPull(ThreadPull):
             while self._whole < len(spans) - 1 and _is_whole(spans[self._whole]):
                 self._whole += 1
             first = spans[self._whole]
-            self.landed(first.start + first.good_bytes)
+            good_bytes = first.start + first.good_bytes
+            if good_bytes < self.ticket.nbytes:  # the end is told with `done`
+                self.landed(good_bytes)
 
     def _is_left(self) -> bool:
         return bool(self._left)

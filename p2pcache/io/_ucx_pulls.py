@@ -20,7 +20,7 @@ from p2pcache.io.ports import Ticket, TicketGone, TransportError
 log = logging.getLogger(__name__)
 
 MAGIC = b"P2PK"
-VERSION = 1
+VERSION = 2
 REQUEST = struct.Struct(">4sB3x16sQQ")
 ANSWER = struct.Struct(">4sBB2xQ")
 OK, GONE, BAD_LENGTH = range(3)
@@ -89,7 +89,8 @@ class UcxPull(LoopPull):
                     self._checking = False
                     break
             self._check.advance(arrived_bytes)
-            self.landed(self._check.good_bytes)
+            if self._check.good_bytes < self.ticket.nbytes:  # the end is told with `done`
+                self.landed(self._check.good_bytes)
         if ended is not None:
             self._finish_checked(*ended)
 
@@ -153,10 +154,10 @@ class Arrival:
         self._link: Link | None = None
         self._pooled = False
         self._answer = bytearray(ANSWER.size)
-        self._answered: Request | None = None  # the request that receives the answer, until it has come
+        self._answered: Request | None = None
         self._pieces: deque[tuple[Request, int]] = deque()  # receives under way, and where each ends
         self._posted_bytes = self._landed_bytes = 0
-        self._stopping = self._over = False
+        self._redialling = self._stopping = self._over = False
 
     def begin(self) -> None:
         if self._over:
@@ -201,61 +202,73 @@ class Arrival:
         return TransportError(f"{self._pull.peer}: {error}")
 
     def _ask(self) -> None:
+        """What may come is awaited before it is asked for: it then needs no copy, and no second wait."""
         engine, ticket = self._engine, self._pull.ticket
+        self._link = None  # a former one is quiet
         link = self._idle.take(self._key)
-        self._pooled = link is not None
+        self._pooled, self._redialling = link is not None, False
         self._link = link = link or engine.connect(*self._key[2])
         self._tag = _random_tag()
         self._answered = engine.receive(link, self._answer, self._tag)
-        request = REQUEST.pack(MAGIC, VERSION, ticket.token, ticket.nbytes, self._tag)
-        engine.send_stream(link, request)
+        self._pieces.clear()
+        self._posted_bytes = 0
+        self._post_pieces()
+        engine.send_stream(link, REQUEST.pack(MAGIC, VERSION, ticket.token, ticket.nbytes, self._tag))
 
     def _advance(self) -> None:
         assert self._link is not None
+        if self._redialling:
+            if self._is_quiet():
+                self._ask()
+            return
         alive = self._link.alive  # before the look at the requests, so that none is overlooked
-        if self._answered is not None and self._answered.completed:
-            if not self._hear_answer():
-                return
-        if self._answered is None:
+        try:
             self._take_pieces()
-            if self._landed_bytes == self._nbytes and self._engine.is_quiet(self._link):
-                return self._conclude(None)
-        if not alive:
-            if self._pooled and self._answered is not None:
-                # The holder closed it or restarted before it answered: a fresh one tells.
-                self._engine.discard(self._link)
-                self._link = None
-                return self._ask()
-            raise ConnectionResetError(f"{self._link.failure} after {self._landed_bytes:,} bytes")
+            if self._landed_bytes == self._nbytes and self._nbytes:
+                self._answered.cancel()  # no answer comes where a body does
+                if self._is_quiet():
+                    return self._conclude(None)
+            elif self._answered.completed:
+                return self._hear_answer()
+            if not alive:
+                raise ConnectionResetError(f"{self._link.failure} after {self._landed_bytes:,} bytes")
+        except ConnectionError:
+            if not self._pooled or self._landed_bytes:
+                raise
+            # The holder closed it or restarted before it was asked: a fresh one tells.
+            self._redialling = True
+            self._engine.force_close(self._link)
 
-    def _hear_answer(self) -> bool:
-        """Whether the body comes. Raises TransportError."""
-        if self._pooled and not self._link.alive:
-            return True  # a completed request of a dead link: `_advance` tries a fresh one
+    def _hear_answer(self) -> None:
+        """No body comes, or an empty one. Raises TransportError, UcpError."""
         self._answered.check_error()
         magic, version, status, nbytes = ANSWER.unpack(self._answer)
         if magic != MAGIC or version != VERSION:
             raise TransportError(f"{self._pull.peer} does not speak version {VERSION} of the protocol")
         if status == BAD_LENGTH:
             raise TransportError(f"{self._pull.peer} holds {nbytes:,} bytes, not {self._nbytes:,}")
-        if status == GONE:
-            if not self._engine.is_quiet(self._link):
-                return False  # the request itself is still being sent
-            self._conclude(TicketGone(f"{self._pull.peer} no longer honours the ticket"))
-            return False
-        if status != OK or nbytes != self._nbytes:
+        if status not in (OK, GONE) or nbytes or (status == OK and self._nbytes):
             raise TransportError(f"{self._pull.peer} answered nonsense: status {status}")
-        self._answered = None
-        return True
+        for request, _ in self._pieces:
+            request.cancel()
+        self._pieces.clear()
+        self._posted_bytes = self._nbytes
+        if self._is_quiet():  # or the request itself is still being sent
+            gone = TicketGone(f"{self._pull.peer} no longer honours the ticket")
+            self._conclude(gone if status == GONE else None)
 
     def _take_pieces(self) -> None:
         landed_bytes = self._landed_bytes
         while self._pieces and self._pieces[0][0].completed:
-            request, self._landed_bytes = self._pieces[0]
+            request, stop = self._pieces[0]
             request.check_error()
+            self._landed_bytes = stop
             self._pieces.popleft()
         if self._landed_bytes > landed_bytes:
             self._pull.arrived(self._landed_bytes)
+        self._post_pieces()
+
+    def _post_pieces(self) -> None:
         while len(self._pieces) < PIECES_POSTED and self._posted_bytes < self._nbytes:
             start, stop = self._posted_bytes, min(self._posted_bytes + PIECE_BYTES, self._nbytes)
             tag = self._tag + 1 + start // PIECE_BYTES
@@ -270,7 +283,7 @@ class Arrival:
 
     def _let_go(self) -> None:
         self._over = True
-        self._link = self._dest = None
+        self._link = self._dest = self._answered = None
         self._pieces.clear()
 
 

@@ -130,7 +130,8 @@ class Reader:
         self._token = token
         if body.nbytes != nbytes:
             return self._say(tag, BAD_LENGTH, body.nbytes)
-        self._say(tag, OK, nbytes)
+        if not nbytes:
+            return self._say(tag, OK, 0)
         for number, start in enumerate(range(0, nbytes, PIECE_BYTES), 1):
             piece = body[start : start + PIECE_BYTES]
             self._sends.append(self._engine.send(self._link, piece, tag + number))

@@ -87,6 +87,9 @@ class Transport(Protocol):
         are checksums. n only grows.
         """
 
+    def description(self) -> dict[str, Any]:
+        """What a person may want to know of it, for `status`; plain values."""
+
     async def close(self) -> None:
         """Stop listening, drop connections; no pull is under way any more when it returns."""
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from p2pcache.core.checksum import CorruptBody, layer_check
 from p2pcache.core.membership import Member
@@ -75,6 +76,9 @@ class ShmTransport:
         self._copiers.submit(partial(self._run, pull, peer, loop))
         return pull
 
+    def description(self) -> dict[str, Any]:
+        return {}
+
     async def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -115,7 +119,8 @@ class ShmTransport:
             pull.check_wanted()
             check.copy(source, min(start + _PIECE_BYTES, ticket.nbytes))
             check_sound(check, pull.peer)
-            pull.landed(check.good_bytes)
+            if check.good_bytes < ticket.nbytes:  # the end is told with `done`
+                pull.landed(check.good_bytes)
 
     def _slab(self, peer: Member, loop: asyncio.AbstractEventLoop) -> MappedSlab:
         """Mapped at first contact. Raises OSError or RemoteError."""

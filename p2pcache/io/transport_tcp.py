@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.membership import Member
@@ -90,6 +91,9 @@ class TcpTransport:
         for _ in range(pull.streams):
             self._readers.submit(partial(self._run, pull, (peer.name, peer.incarnation, address)))
         return pull
+
+    def description(self) -> dict[str, Any]:
+        return {}
 
     async def close(self) -> None:
         self._closed = True

@@ -4,17 +4,19 @@ The reader posts receives into its slab, the holder sends from its slab, and UCX
 the bytes: no copy on either side, and no remote key ever leaves a process. Layout of a pull:
 
     request  stream           4s magic "P2PK" | B version | 3x | 16s token | Q nbytes | Q tag
-    answer   tag              4s magic | B version | B status | 2x | Q nbytes
     body     tag + 1, ...     pieces of PIECE_BYTES, the last one shorter
+    answer   tag              4s magic | B version | B status | 2x | Q nbytes: why none comes
 
-The tag is the reader's choice: random, the low 20 bits zero. Integers are big-endian. An endpoint
-carries one pull at a time and is then used again. Everything on UCX happens on the engine's thread;
-see `_ucx_engine` for its rules.
+An answer comes only where no body does, because it is empty or refused: receives for both are posted
+before the request leaves, so there is no answer to wait for, and what comes is expected. The tag is the
+reader's choice: random, the low 20 bits zero. Integers are big-endian. An endpoint carries one pull at
+a time and is then used again. Everything on UCX happens on the engine's thread; see `_ucx_engine` for
+its rules.
 
 Every port is bound to one address: our listener to `host`, UCX's own to that of the devices' interface.
 Nothing is sent without a ticket, but UCX itself trusts whoever connects: use it on a network whose
-machines are trusted. A setting of ours gives way to a `UCX_*` variable that the user has set, but for
-the devices, which decide where UCX listens.
+machines are trusted. A setting of ours gives way to a `UCX_*` variable that the user has set; one that
+names the devices decides where UCX's own ports listen.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import functools
+import importlib.util
 import os
 import re
 import socket
@@ -55,15 +59,16 @@ def ucx_available() -> str | None:
 class UcxTransport:
     """Pulls over UCX, and serves them.
 
-    devices: UCX's names of the network devices to use; by default the interface that has `host`
-    and the RDMA devices behind it. connections_max: readers' endpoints held open.
+    devices: UCX's names of the network devices to use; by default those of `UCX_NET_DEVICES`, or else
+    the interface that has `host` and the RDMA devices behind it. connections_max: readers' endpoints
+    held open.
     """
 
     name = "ucx"
 
     def __init__(self, host: str, port: int = 0, devices: str = "", connections_max: int = 128) -> None:
         self._host, self._port = host, port
-        self._devices = devices or _devices_of(host)
+        self._devices = devices or _USERS_ENVIRONMENT.get("UCX_NET_DEVICES") or _devices_of(host)
         self._problem = _problem_with(host, self._devices)
         self._connections_max = connections_max
         self._engine: Engine | None = None
@@ -126,18 +131,14 @@ class UcxTransport:
         await join(self._checkers.stop())
 
     def description(self) -> dict[str, Any]:
-        """For `status` and `doctor`: versions, the library loaded, and what it can use."""
-        reason = ucx_available()
-        if reason is not None:
-            return {"available": False, "reason": reason}
-        ucx = import_ucx()
+        """`ucx_facts`, and what it has been given to use."""
+        facts = ucx_facts()
+        if not facts["available"]:
+            return facts
         info = self._engine.info if self._engine is not None else ""
-        return {
-            "available": True,
-            "version": ".".join(map(str, ucx.get_ucx_version())),
-            "library": _loaded_library(),
+        return facts | {
             "devices": self._devices,
-            "resources": sorted(set(re.findall(r"flags -- (\S+)", info))),
+            "resources": _resources(info),
             "settings": dict(self._settings()),
         }
 
@@ -166,7 +167,7 @@ class UcxTransport:
             raise ConfigError(f"{where}: {exc}") from exc
 
 
-_USERS_ENVIRONMENT = frozenset(os.environ)
+_USERS_ENVIRONMENT = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
 """Taken before ucxx is imported, since that sets some of UCX's variables itself."""
 
 
@@ -213,6 +214,46 @@ def _interface_of(host: str) -> str:
 _SIOCGIFADDR = 0x8915
 
 
+def ucx_facts() -> dict[str, Any]:
+    """Which UCX this process has loaded, or why none: plain values. Imports ucxx.
+
+    library: its file. wheel: whether that is the libucx wheel's, not the system's. modules: the transports'
+    that lie beside it. verbs: whether it could do RDMA at all.
+    """
+    reason = ucx_available()
+    if reason is not None:
+        return {"available": False, "reason": reason}
+    library, wheel = _loaded_library(), importlib.util.find_spec("libucx")
+    folder = Path(os.environ.get("UCX_MODULE_DIR") or Path(library).parent / "ucx")
+    found = {re.sub(r"^libuct_|\.so.*", "", file.name) for file in folder.glob("libuct_*.so*")}
+    return {
+        "available": True,
+        "version": ".".join(map(str, import_ucx().get_ucx_version())),
+        "library": library,
+        "wheel": wheel is not None and library.startswith(str(Path(wheel.origin).parent)),
+        "modules": sorted(found),
+        "verbs": any(name == "ib" or name.startswith("ib_") for name in found),
+    }
+
+
+def ucx_resources() -> list[str]:
+    """What UCX would find to use on this host, on all devices: `tcp/eth0`, `rc_mlx5/mlx5_0:1`, ...
+
+    Opens no port. Raises ConfigError.
+    """
+    ucx = import_ucx()
+    features = ucx.Feature
+    try:
+        return _resources(ucx.UCXContext({}, feature_flags=(features.TAG, features.WAKEUP)).info)
+    except (ucx.UCXError, OSError) as exc:
+        raise ConfigError(f"UCX does not start: {exc}") from exc
+
+
+def _resources(info: str) -> list[str]:
+    return sorted(set(re.findall(r"flags -- (\S+)", info)))
+
+
+@functools.cache
 def _loaded_library() -> str:
     """The libucp of this process: the wheel's, or the system's where that was preferred."""
     for line in Path("/proc/self/maps").read_text().splitlines():

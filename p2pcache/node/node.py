@@ -418,6 +418,7 @@ class Node:
             "members": sorted(self.view.members),
             "cut_off": self.fence.cut_off,
             "draining": self.draining,
+            "transports": {t.name: t.description() for t in self.ports.transports},
             "host": {"bytes": tier.taken_bytes, "bytes_max": tier.capacity_bytes, "bodies": len(tier)},
             "nvme": nvme.status() if nvme is not None else None,
             "directory_keys": len(self.shard.directory),

@@ -21,7 +21,7 @@ import pytest
 
 from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.membership import Member
-from p2pcache.io import _tcp_holder
+from p2pcache.io import _tcp_holder, _ucx_sends, transport_ucx
 from p2pcache.io._tcp_sockets import MAGIC, REQUEST, VERSION
 from p2pcache.io._ucx_pulls import IdleLinks
 from p2pcache.io.ports import Ticket, TicketGone, TransportError
@@ -689,7 +689,77 @@ def test_ucx_describes_itself(ucx: Kind) -> None:
         async with mesh(ucx, 16) as m:
             described = m.holder.description()
             assert described["available"] and "libucp" in described["library"]
+            assert described["version"].startswith("1.") and described["verbs"] in (True, False)
             assert "tcp/lo" in described["resources"] and described["devices"] == "lo"
+
+    run(case)
+
+
+@pytest.mark.ucx
+def test_ucx_reader_that_is_frozen_is_dropped_and_others_are_served(
+    ucx: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_ucx_sends, "STALLED_S", 1.0)
+
+    async def case() -> None:
+        async with mesh(ucx, LARGE, fill=False) as m:
+            ticket = m.tickets.grant(LARGE)
+            peer = json.dumps(m.member.to_wire())
+            with child("reader", "ucx", peer, ticket.token.hex(), LARGE) as reader:
+                await asyncio.to_thread(reader.answer)
+                reader.signal(signal.SIGSTOP)
+                await check_works(m)
+                assert m.tickets.begins == 2 and m.tickets.ends < 2, "the frozen one was dropped too soon"
+                await m.tickets.until_balanced(begins_min=2)
+                await check_works(m)
+                reader.signal(signal.SIGCONT)
+
+    run(case)
+
+
+@pytest.mark.ucx
+def test_ucx_settings_of_the_user_win(ucx: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = UcxTransport("127.0.0.1").description()
+    assert ours["devices"] == ours["settings"]["NET_DEVICES"] == "lo" and "TLS" in ours["settings"]
+    users = {"UCX_NET_DEVICES": "lo,another", "UCX_TLS": "tcp", "UCX_RNDV_THRESH": "1m"}
+    monkeypatch.setattr(transport_ucx, "_USERS_ENVIRONMENT", users)
+    for name, value in users.items():
+        monkeypatch.setenv(name, value)
+
+    async def case() -> None:
+        async with mesh(ucx, 100_000) as m:
+            await check_works(m)
+            theirs = m.holder.description()
+            assert theirs["devices"] == theirs["settings"]["NET_DEVICES"] == "lo,another"
+            assert not theirs["settings"].keys() & {"TLS", "RNDV_THRESH"}
+            assert theirs["settings"]["TCP_TX_SEG_SIZE"] == ours["settings"]["TCP_TX_SEG_SIZE"]
+            assert theirs["resources"] == ["tcp/lo"]
+        named = UcxTransport("127.0.0.1", devices="lo")  # by code, which is explicit too
+        assert named.description()["devices"] == "lo"
+
+    run(case)
+
+
+@pytest.mark.ucx
+def test_ucx_asks_a_holder_that_closed_its_connection_over_a_fresh_one(
+    ucx: Kind,
+) -> None:
+    """And what was posted on the old one has let go of the destination by then."""
+
+    async def case() -> None:
+        async with mesh(ucx, 8 * MIB) as m:
+            for _ in range(5):
+                await check_works(m, 8 * MIB)
+                await m.holder.close()
+                port = int(m.member.transports["ucx"].rpartition(":")[2])
+                m.holder, _ = await ucx.serve(m.source, m.tickets, port)
+            gone = m.tickets.grant(8 * MIB)
+            m.tickets.revoke(gone)
+            watched = start(m, gone)
+            assert isinstance(await watched.done(), TicketGone)
+            await watched.settled()
+            assert watched.dest[:] == bytes([POISON]) * (8 * MIB)
+            await check_works(m, 8 * MIB)
 
     run(case)
 

@@ -17,6 +17,7 @@ from p2pcache import EmbeddedMesh, Match, Miss, NodeConfig
 from p2pcache.api import Cache, Client
 from p2pcache.core.chunking import FixedChunker
 from p2pcache.io import _pulls
+from p2pcache.io.transport_ucx import ucx_available
 from p2pcache.results import Lookup
 from p2pcache.runtime import NodeRuntime
 from tests.fault.node_process import (
@@ -35,6 +36,9 @@ from tests.fault.node_process import (
     until,
 )
 
+UCX = pytest.param(
+    "ucx", marks=[pytest.mark.ucx, pytest.mark.skipif(bool(ucx_available()), reason="UCX is not installed")]
+)
 LARGE = 128 << 10  # tokens of a body of 128 MiB: far from its end when its first bytes are told
 ROOM = 160 * MIB
 GRACE_S = 1.5  # what an answer may take beyond its budget on a loaded machine
@@ -93,10 +97,11 @@ def fetch(cache: Cache, lookup: Lookup, budget_s: float) -> tuple[list[Miss | No
 # -- holders ---------------------------------------------------------------------------------------
 
 
-def test_a_holder_killed_in_the_middle_of_a_tcp_pull_is_a_miss_and_others_go_on(
-    tmp_path: Path, opened: Callable, at_first_bytes: Callable
+@pytest.mark.parametrize("transport", ["tcp", UCX])
+def test_a_holder_killed_in_the_middle_of_a_pull_is_a_miss_and_others_go_on(
+    tmp_path: Path, opened: Callable, at_first_bytes: Callable, transport: str
 ) -> None:
-    common = {"host_bytes_max": ROOM, "transports": ["tcp"]}
+    common = {"host_bytes_max": ROOM, "transports": [transport]}
     with mesh(
         tmp_path, [common | {"name": "reader"}], [common | {"name": "victim"}, common | {"name": "other"}]
     ) as (
@@ -135,7 +140,7 @@ def test_a_holder_killed_in_the_middle_of_a_shm_pull_gives_right_bytes_or_a_miss
         assert fetch(cache, small, 0.5)[0][0] in (Miss.DEADLINE, Miss.HOLDER_UNREACHABLE)
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("transport", ["tcp", "shm", UCX])
 def test_a_frozen_holder_is_a_miss_at_the_deadline_and_serves_again_once_it_goes_on(
     tmp_path: Path, opened: Callable, transport: str
 ) -> None:
@@ -180,10 +185,11 @@ def test_what_came_is_kept_where_one_of_several_holders_is_frozen(tmp_path: Path
         victim.thaw()
 
 
-def test_a_holder_frozen_in_the_middle_of_a_tcp_pull_frees_the_destination_and_serves_again(
-    tmp_path: Path, opened: Callable, at_first_bytes: Callable
+@pytest.mark.parametrize("transport", ["tcp", UCX])
+def test_a_holder_frozen_in_the_middle_of_a_pull_frees_the_destination_and_serves_again(
+    tmp_path: Path, opened: Callable, at_first_bytes: Callable, transport: str
 ) -> None:
-    common = {"host_bytes_max": ROOM, "transports": ["tcp"]}
+    common = {"host_bytes_max": ROOM, "transports": [transport]}
     with mesh(tmp_path, [common | {"name": "reader"}], [common | {"name": "victim"}]) as (
         (reader,),
         (victim,),
