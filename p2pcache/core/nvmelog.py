@@ -37,11 +37,11 @@ so that the log can be written with O_DIRECT.
     ...     zero
     last 8         XXH3-64 (seed 0) of the header's bytes before it
 
-**Life of a record**: its header as `pending` and its body are written, in any order; when all of that has
-ended, the header again as `committed`. So a writer that dies leaves a record that says it is torn, or a
-hole if not even its header was on disk yet; records written beside it at the same time are still found. `dead` marks a record whose body was found
-damaged. Nothing is flushed: after a power loss a committed header may stand before a torn body, and
-the layers' checksums find that when it is read.
+**Life of a record**: its header as `pending` and its body are written, in any order; when all of that
+has ended, the header again as `committed`. So a writer that dies leaves a record that says it is torn, or
+a hole if not even its header was on disk yet; records written at the same time behind it are still found.
+`dead` marks a record whose body was found damaged. Nothing is flushed: after a power loss a committed
+header may stand before a torn body, and the layers' checksums find that when it is read.
 
 **Life of a segment**: when it is reused, its header is written with a new, higher epoch *before*
 any other byte; the records of the life before then no longer count, wherever they lie. An epoch is

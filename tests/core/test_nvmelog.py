@@ -215,7 +215,8 @@ class TestScan:
         offsets = [self.lay(make_record(n, pages=3)) for n in range(2)]
         self.segment[offsets[0] : offsets[0] + PAGE_BYTES] = bytes(PAGE_BYTES)
         found = self.scan()
-        assert [offset for offset, _ in found.entries] == offsets[1:] and (found.torn, found.flipped) == (1, 0)
+        assert [offset for offset, _ in found.entries] == offsets[1:]
+        assert (found.torn, found.flipped) == (1, 0)
 
     def test_records_of_an_earlier_life_are_not_found_but_their_epoch_is(self):
         for n in range(4):
