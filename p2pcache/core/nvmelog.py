@@ -203,7 +203,8 @@ def decode_header(buf: bytes | memoryview, room_bytes: int = NBYTES_MAX) -> Head
     pad_at = meta_at + meta_bytes
     if layers > LAYERS_MAX or meta_bytes > META_BYTES_MAX or pad_at > header_bytes - _DIGEST.size:
         return Damage.FIELDS
-    if flags or bytes(buf[pad_at : header_bytes - _DIGEST.size]).strip(b"\0"):
+    pad = bytes(buf[pad_at : header_bytes - _DIGEST.size])
+    if flags or pad != bytes(len(pad)):
         return Damage.FIELDS
     try:
         record = Record(
