@@ -1,4 +1,4 @@
-"""What moves the NVMe store's bytes, by itself: choosing a backend, O_DIRECT, and the native ring's bounds."""
+"""What moves the NVMe store's bytes, by itself: which backend, O_DIRECT, and the native ring's bounds."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from p2pcache import _native
 from p2pcache.io import _nvme_files, _nvme_io
 from p2pcache.io.store_nvme import NvmeStore
 from p2pcache.types import ConfigError
+
 
 @pytest.fixture
 def ring():
