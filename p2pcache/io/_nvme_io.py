@@ -106,17 +106,24 @@ class ThreadsIo:
 
 
 class UringIo:
-    """An io_uring for each calling thread: while one piece is looked at, the next are on their way."""
+    """An io_uring for each calling thread: while one piece is looked at, the next are on their way.
+
+    What a ring cannot move, for want of memory or of descriptors, the plain calls move, or say why not.
+    """
 
     name = "uring"
 
     def __init__(self) -> None:
         """Raises OSError where the kernel, or a filter of system calls, refuses io_uring."""
         self._local = threading.local()
-        self._ring()
+        self._plain = ThreadsIo()
+        _native.Ring(PIECES_IN_FLIGHT)
 
     def move(self, fd: int, pieces: Iterable[Piece], *, write: bool) -> Iterator[Piece]:
         ring = self._ring()
+        if ring is None:
+            yield from self._plain.move(fd, pieces, write=write)
+            return
         drawn = iter(enumerate(pieces))
         under_way: deque[tuple[int, Piece]] = deque()
         ended: dict[int, int] = {}  # piece's number -> bytes moved, or minus errno
@@ -124,25 +131,29 @@ class UringIo:
             while True:
                 while len(under_way) < PIECES_IN_FLIGHT and (numbered := next(drawn, None)):
                     number, piece = numbered
-                    ring.submit(number, write, fd, piece.offset, piece.parts)
                     under_way.append(numbered)
+                    try:
+                        ring.submit(number, write, fd, piece.offset, piece.parts)
+                    except OSError:
+                        ended[number] = 0
                 if not under_way:
                     return
                 number, piece = under_way.popleft()
                 while number not in ended:
                     which, moved = ring.wait()
                     ended[which] = moved
-                if (moved := ended.pop(number)) < 0:
-                    raise OSError(-moved, os.strerror(-moved))
-                finish(fd, piece, moved, write=write)
+                finish(fd, piece, max(ended.pop(number), 0), write=write)
                 yield piece
         finally:
             while ring.in_flight:
                 ring.wait()
 
-    def _ring(self) -> _native.Ring:
+    def _ring(self) -> _native.Ring | None:
         if not hasattr(self._local, "ring"):
-            self._local.ring = _native.Ring(PIECES_IN_FLIGHT)
+            try:
+                self._local.ring = _native.Ring(PIECES_IN_FLIGHT)
+            except OSError:
+                return None
         return self._local.ring
 
 

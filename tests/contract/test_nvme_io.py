@@ -44,6 +44,42 @@ def test_where_io_uring_is_refused_threads_are_used_unless_it_was_asked_for(monk
         _nvme_io.backend("mmap")
 
 
+@pytest.mark.parametrize("fault", ["no ring", "not taken", "not done"])
+def test_what_a_ring_cannot_move_is_moved_all_the_same(ring, file, monkeypatch, fault):
+    class Short:
+        """A ring that is short of something every other time."""
+
+        def __init__(self, entries):
+            made.append(self)
+            if fault == "no ring" and len(made) > 1:  # the first one is the probe
+                raise OSError(errno.EMFILE, "Too many open files")
+            self.ring, self.turn = Ring(entries), 0
+
+        in_flight = property(lambda self: self.ring.in_flight)
+
+        def submit(self, *how):
+            self.turn += 1
+            if fault == "not taken" and self.turn % 2:
+                raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+            self.ring.submit(*how)
+
+        def wait(self):
+            self.turn += 1
+            tag, moved = self.ring.wait()
+            return tag, -errno.EAGAIN if fault == "not done" and self.turn % 2 else moved
+
+    made, Ring = [], _native.Ring
+    monkeypatch.setattr(_native, "Ring", Short)
+    uring = _nvme_io.UringIo()
+    nothing = memoryview(b"")
+    parts = [memoryview(bytearray(1000)) for _ in range(10)]
+    pieces = (_nvme_io.Piece(1000 * n, [part], nothing, nothing) for n, part in enumerate(parts))
+    assert [piece.offset for piece in uring.move(file, pieces, write=False)] == list(range(0, 10_000, 1000))
+    assert b"".join(parts) == os.pread(file, 10_000, 0) and len(made) == 2
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        list(uring.move(-1, [_nvme_io.Piece(0, parts[:1], nothing, nothing)], write=False))
+
+
 def test_a_file_that_cannot_be_direct_stays_as_it_was():
     with open("/proc/version", "rb") as file:
         before = fcntl.fcntl(file, fcntl.F_GETFL)
