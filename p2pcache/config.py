@@ -25,12 +25,15 @@ MIB = 1 << 20
 _PAGE_BYTES = 4096
 _NAME = re.compile(r"[A-Za-z0-9._-]{0,128}")
 NVME_SEGMENTS_MAX = 512  # one open file each
+NVME_DEPTH_MAX = 64  # one thread each
+_CHOICES = {"nvme_io": ("auto", "uring", "threads"), "nvme_admit": ("all", "used")}
 _ABOVE_ZERO = (
     "pulls_in_flight_max",
     "pull_bytes_in_flight_max",
     "serve_bytes_in_flight_max",
     "serve_bytes_per_peer_max",
     "client_leases_max",
+    "nvme_depth",
 )
 
 
@@ -48,6 +51,10 @@ class NodeConfig:
     nvme_path: str = ""  # folder of the NVMe tier; empty: no such tier
     nvme_bytes_max: int = 4 * GIB  # NVMe tier, hard cap, preallocated
     nvme_segment_bytes: int = 0  # unit of reclaim; no body is larger. 0: 64 MiB, more for a large tier
+    nvme_io: str = "auto"  # uring, threads, or auto: io_uring where the kernel allows it
+    nvme_depth: int = 8  # bodies written to and read from the NVMe tier at once
+    nvme_write_bytes_per_s_max: int = 0  # spares the disk: bodies beyond this rate are dropped; 0: no limit
+    nvme_admit: str = "all"  # what goes to NVMe within that rate: all bodies, or those used since they came
     demote_above: float = 0.75  # share of the host tier taken, above which cold bodies go to NVMe
 
     transports: tuple[str, ...] = TRANSPORTS  # in order of preference
@@ -109,6 +116,11 @@ class NodeConfig:
         for name in _ABOVE_ZERO:
             if not getattr(self, name):
                 raise ConfigError(f"{name} must be above 0")
+        if self.nvme_depth > NVME_DEPTH_MAX:
+            raise ConfigError(f"nvme_depth is at most {NVME_DEPTH_MAX}, not {self.nvme_depth}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")
 
     @property
     def segment_bytes(self) -> int:

@@ -161,6 +161,8 @@ class NodeRuntime:
                 config.nvme_path,
                 capacity_bytes=config.nvme_bytes_max,
                 segment_bytes=config.segment_bytes,
+                depth=config.nvme_depth,
+                io=config.nvme_io,
             )
             self._closers.append(nvme.close)
         folder = runtime_folder(config)

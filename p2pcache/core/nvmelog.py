@@ -37,11 +37,11 @@ so that the log can be written with O_DIRECT.
     ...     zero
     last 8         XXH3-64 (seed 0) of the header's bytes before it
 
-**Life of a record**: its header as `pending` and its body are written, then the header again as
-`committed`. So a writer that dies leaves a record that says it is torn, and one whose length is
-known, so that records written beside it are still found. `dead` marks a record whose body was found
-damaged. Nothing is flushed: after a power loss a committed header may stand before a torn body, and
-the layers' checksums find that when it is read.
+**Life of a record**: its header as `pending` and its body are written, in any order; when all of that
+has ended, the header again as `committed`. So a writer that dies leaves a record that says it is torn, or
+a hole if not even its header was on disk yet; records written at the same time behind it are still found.
+`dead` marks a record whose body was found damaged. Nothing is flushed: after a power loss a committed
+header may stand before a torn body, and the layers' checksums find that when it is read.
 
 **Life of a segment**: when it is reused, its header is written with a new, higher epoch *before*
 any other byte; the records of the life before then no longer count, wherever they lie. An epoch is
@@ -203,7 +203,8 @@ def decode_header(buf: bytes | memoryview, room_bytes: int = NBYTES_MAX) -> Head
     pad_at = meta_at + meta_bytes
     if layers > LAYERS_MAX or meta_bytes > META_BYTES_MAX or pad_at > header_bytes - _DIGEST.size:
         return Damage.FIELDS
-    if flags or bytes(buf[pad_at : header_bytes - _DIGEST.size]).strip(b"\0"):
+    pad = bytes(buf[pad_at : header_bytes - _DIGEST.size])
+    if flags or pad != bytes(len(pad)):
         return Damage.FIELDS
     try:
         record = Record(
@@ -271,8 +272,8 @@ def scan(read: Callable[[int, int], bytes | memoryview], segment_bytes: int, epo
         if isinstance(header, Header):
             result.epoch_max = max(result.epoch_max, header.epoch)
             if header.epoch == epoch:
-                # A hole in front of a record was a record once, even if nothing of its header is left.
-                result.flipped += gap_bytes > 0 and not counted
+                # A hole: its append ended before its header was on disk, but after this one's had begun.
+                result.torn += gap_bytes > 0 and not counted
                 result.torn += header.state is State.PENDING
                 result.entries.append((offset, header))
                 offset += header.record.record_bytes

@@ -48,6 +48,7 @@ class Slot:
     meta: bytes = b""
     leases: int = 0
     pinned_until_s: float = 0.0
+    used: bool = False  # leased since it was committed
 
     @property
     def nbytes(self) -> int:
@@ -183,6 +184,7 @@ class HostTier:
         slot = self._resident.get(exact)
         if slot is not None:
             slot.leases += 1
+            slot.used = True
             self._resident.move_to_end(exact)
         return slot
 

@@ -1,18 +1,23 @@
 """The files of the NVMe store: its locked directory, preallocated segments, and their recovery.
 
-A private part of `store_nvme`. Everything here blocks and runs on the store's own threads.
+A private part of `store_nvme`. Everything here blocks and runs on the store's own threads. Recovery reads
+through the page cache, whose read-ahead suits it; then the files are set to go past it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
 import stat
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from p2pcache.core.checksum import checksum_layer
@@ -21,18 +26,21 @@ from p2pcache.core.nvmelog import (
     PAGE_BYTES,
     Damage,
     Header,
+    Scan,
     State,
     decode_segment,
     encode_header,
     encode_segment,
     scan,
 )
+from p2pcache.io._nvme_io import Backend, Piece, Scratch, set_direct
 from p2pcache.types import ConfigError
 
-IO_BYTES_MAX = 4 << 20
-"""Longest single read or write: how much is still moved after a call has been cancelled."""
 SCAN_WINDOW_BYTES = 256 << 10
+RECOVERY_THREADS = 8
 SEGMENT_NAME = re.compile(r"[0-9]{6}\.seg")
+
+_log = logging.getLogger(__name__)
 
 
 class Stopped(Exception):
@@ -54,50 +62,75 @@ class NvmeStats:
     corrupt: int = 0  # bodies that failed their checksum
     read_errors: int = 0  # of the device
     write_errors: int = 0  # of the device
+    io: str = ""  # how bytes are moved: uring or threads
+    direct: bool = False  # with O_DIRECT, or else through the page cache
 
 
 class SegmentFiles:
     """The open segment files and the lock on their directory. Reads and writes are whole or raise."""
 
-    def __init__(self, directory_fd: int, segment_fds: list[int], created: frozenset[int]) -> None:
+    def __init__(
+        self, directory_fd: int, segment_fds: list[int], created: frozenset[int], backend: Backend
+    ) -> None:
         self._directory_fd = directory_fd
         self._segment_fds = segment_fds
+        self._local = threading.local()
         self.created = created  # numbers of the segments that were not there before
+        self.backend = backend
+        self.direct = False
 
-    def read(self, stop: threading.Event | None, segment: int, offset: int, dest: memoryview) -> None:
-        """Fill `dest` (flat, writable). Raises OSError, or Stopped once `stop` is set."""
+    def read(self, segment: int, offset: int, dest: memoryview) -> None:
+        """Fill `dest` (flat, writable), of any alignment. Only before `go_direct`. Raises OSError."""
         done = 0
         while done < dest.nbytes:
-            if stop is not None and stop.is_set():
-                raise Stopped
-            part = dest[done : done + IO_BYTES_MAX]
-            count = os.preadv(self._segment_fds[segment], [part], offset + done)
+            count = os.preadv(self._segment_fds[segment], [dest[done:]], offset + done)
             if count == 0:
                 raise OSError(errno.EIO, f"segment {segment} ends at {offset + done}")
             done += count
 
-    def write(self, stop: threading.Event | None, segment: int, offset: int, data: memoryview) -> None:
-        """Write all of `data` (flat). Raises OSError, or Stopped once `stop` is set."""
-        done = 0
-        while done < data.nbytes:
-            if stop is not None and stop.is_set():
-                raise Stopped
-            part = data[done : done + IO_BYTES_MAX]
-            done += os.pwritev(self._segment_fds[segment], [part], offset + done)
+    def write_pages(self, stop: threading.Event | None, segment: int, offset: int, encoded: bytes) -> None:
+        """Write a header. Raises OSError, or Stopped once `stop` is set."""
+        header = self._scratch().header(encoded)
+        nothing = memoryview(b"")
+        self._write(stop, segment, iter([Piece(offset, [header], nothing, nothing)]))
+
+    def write_record(self, stop: threading.Event | None, place: Location, body: memoryview) -> None:
+        """Write a record: its header as pending along with its body, and then as committed.
+
+        Raises OSError, or Stopped once `stop` is set.
+        """
+        pending = encode_header(place.record, place.epoch, State.PENDING)
+        self._write(stop, place.segment, self._record_pieces(place, pending, body))
+        committed = encode_header(place.record, place.epoch, State.COMMITTED)
+        self.write_pages(stop, place.segment, place.offset, committed)
 
     def read_verified(self, stop: threading.Event | None, place: Location, dest: memoryview) -> int | None:
         """Fill `dest` with a body; the first layer that fails its checksum, or None.
 
-        Layer by layer, so that a layer is checked while it is still in the processor's cache.
+        Layers are checked as they become whole, while later pieces are on their way. Raises OSError, or
+        Stopped once `stop` is set.
         """
-        record = place.record
+        record, layer, whole_bytes = place.record, 0, 0
         part_bytes = record.body.nbytes // len(record.checksums)
-        for layer, expected in enumerate(record.checksums):
-            part = dest[layer * part_bytes : (layer + 1) * part_bytes]
-            self.read(stop, place.segment, place.body_offset + layer * part_bytes, part)
-            if checksum_layer(part, record.body.exact, layer) != expected:
-                return layer
+        pieces = self._scratch().pieces(place.body_offset, dest, direct=self.direct)
+        moving = self.backend.move(self._segment_fds[place.segment], _until(stop, pieces), write=False)
+        with contextlib.closing(moving):
+            for piece in moving:
+                piece.after_read()
+                whole_bytes = min(whole_bytes + piece.nbytes, dest.nbytes)
+                while (layer + 1) * part_bytes <= whole_bytes:
+                    part = dest[layer * part_bytes : (layer + 1) * part_bytes]
+                    if checksum_layer(part, record.body.exact, layer) != record.checksums[layer]:
+                        return layer
+                    layer += 1
         return None
+
+    def go_direct(self) -> None:
+        """Set all files to O_DIRECT, or none where the filesystem refuses it."""
+        self.direct = all(set_direct(fd) for fd in self._segment_fds)
+        if not self.direct:
+            for fd in self._segment_fds:
+                fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
 
     def close(self) -> None:
         """Close all files; closing the directory releases the lock."""
@@ -108,26 +141,61 @@ class SegmentFiles:
             os.close(self._directory_fd)
             self._directory_fd = -1
 
+    def _record_pieces(self, place: Location, pending: bytes, body: memoryview) -> Iterator[Piece]:
+        """A record's body, the header being part of the first piece: one call to the disk less."""
+        scratch = self._scratch()
+        for number, piece in enumerate(scratch.pieces(place.body_offset, body, direct=self.direct)):
+            piece.before_write()
+            if number == 0:
+                piece.offset = place.offset
+                piece.parts.insert(0, scratch.header(pending))
+            yield piece
 
-def open_files(path: Path, index: LogIndex, stats: NvmeStats, *, verify_bodies: bool) -> SegmentFiles:
+    def _write(self, stop: threading.Event | None, segment: int, pieces: Iterator[Piece]) -> None:
+        moving = self.backend.move(self._segment_fds[segment], _until(stop, pieces), write=True)
+        with contextlib.closing(moving):
+            for _ in moving:
+                pass
+
+    def _scratch(self) -> Scratch:
+        if not hasattr(self._local, "scratch"):
+            self._local.scratch = Scratch()
+        return self._local.scratch
+
+
+def _until(stop: threading.Event | None, pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """The pieces, up to the one before which `stop` was set: then Stopped."""
+    for piece in pieces:
+        if stop is not None and stop.is_set():
+            raise Stopped
+        yield piece
+
+
+def open_files(
+    path: Path, index: LogIndex, stats: NvmeStats, backend: Backend, *, verify_bodies: bool
+) -> SegmentFiles:
     """Lock `path`, allocate the segments, and feed `index` and `stats` with what they hold.
 
     Raises ConfigError, which names the path.
     """
     directory_fd = _lock_directory(path)
     try:
-        files = _open_segments(path, directory_fd, index.segment_count, index.segment_bytes)
+        files = _open_segments(path, directory_fd, index.segment_count, index.segment_bytes, backend)
     except BaseException:
         os.close(directory_fd)
         raise
     try:
         _recover(files, index, stats, verify_bodies=verify_bodies)
+        files.go_direct()
     except OSError as error:
         files.close()
         raise ConfigError(f"NVMe path {path} cannot be used: {error.strerror}") from error
     except BaseException:
         files.close()
         raise
+    if not files.direct:
+        _log.warning("NVMe path %s is on a filesystem without O_DIRECT: it goes through the page cache", path)
+    stats.io, stats.direct = backend.name, files.direct
     return files
 
 
@@ -164,7 +232,9 @@ def _lock_directory(path: Path) -> int:
     return directory_fd
 
 
-def _open_segments(path: Path, directory_fd: int, count: int, segment_bytes: int) -> SegmentFiles:
+def _open_segments(
+    path: Path, directory_fd: int, count: int, segment_bytes: int, backend: Backend
+) -> SegmentFiles:
     """Open `count` fully allocated segments; on any error, leave none behind that was not there."""
     names = [f"{number:06d}.seg" for number in range(count)]
     fds: list[int] = []
@@ -199,7 +269,7 @@ def _open_segments(path: Path, directory_fd: int, count: int, segment_bytes: int
                 f"at {len(created)} segments of {segment_bytes} ({there_bytes} bytes seemed free)"
             ) from error
         raise ConfigError(f"NVMe path {path} cannot be written: {error.strerror}") from error
-    return SegmentFiles(directory_fd, fds, frozenset(created))
+    return SegmentFiles(directory_fd, fds, frozenset(created), backend)
 
 
 def _drop_misfits(directory_fd: int, names: list[str], segment_bytes: int) -> set[str]:
@@ -220,61 +290,82 @@ def _drop_misfits(directory_fd: int, names: list[str], segment_bytes: int) -> se
 
 
 class _ScanWindow:
-    """Reads of a scan. Single headers as asked; page after page, in a hole or free space, far ahead."""
+    """Reads of a scan: single headers as asked; far ahead where the next one lies near the last."""
 
-    def __init__(self, files: SegmentFiles, segment: int, segment_bytes: int, stats: NvmeStats) -> None:
+    def __init__(self, files: SegmentFiles, segment: int, segment_bytes: int) -> None:
         self._files = files
         self._segment = segment
         self._segment_bytes = segment_bytes
-        self._stats = stats
         self._start = 0
         self._data = memoryview(b"")
         self._asked_last = 0
+        self.read_errors = 0
 
     def read(self, offset: int, nbytes: int) -> memoryview:
         """`nbytes` from `offset`; zeros where the device fails, so that the scan goes on behind."""
         if not self._start <= offset <= offset + nbytes <= self._start + self._data.nbytes:
-            ahead_bytes = SCAN_WINDOW_BYTES if offset == self._asked_last + PAGE_BYTES else nbytes
+            near = offset - self._asked_last <= SCAN_WINDOW_BYTES // 4
+            ahead_bytes = SCAN_WINDOW_BYTES if near else nbytes
             self._start = offset
             self._data = memoryview(bytearray(min(ahead_bytes, self._segment_bytes - offset)))
             try:
-                self._files.read(None, self._segment, offset, self._data)
+                self._files.read(self._segment, offset, self._data)
             except OSError:
-                self._stats.read_errors += 1
+                self.read_errors += 1
         self._asked_last = offset
         return self._data[offset - self._start :][:nbytes]
 
 
+@dataclasses.dataclass(slots=True)
+class _Found:
+    """What one segment holds, and what went wrong while it was read."""
+
+    epoch: int | Damage
+    scan: Scan
+    blank: bool  # its first page is all zeros
+    corrupt: int = 0
+    read_errors: int = 0
+    write_errors: int = 0
+
+
 def _recover(files: SegmentFiles, index: LogIndex, stats: NvmeStats, *, verify_bodies: bool) -> None:
     """Feed the index with every segment. Raises OSError when a new segment header cannot be written."""
-    lost = []
-    for number in range(index.segment_count):
-        if number in files.created:
-            lost.append(number)
-            continue
-        window = _ScanWindow(files, number, index.segment_bytes, stats)
-        page = window.read(0, PAGE_BYTES)
-        epoch = decode_segment(page, index.segment_bytes)
-        found = scan(window.read, index.segment_bytes, 0 if isinstance(epoch, Damage) else epoch)
-        index.saw_epoch(found.epoch_max)
-        stats.torn += found.torn
-        stats.flipped += found.flipped
-        if isinstance(epoch, Damage):
-            stats.flipped += any(page)  # a blank one was made by a process that died there
-            lost.append(number)
-            continue
-        entries = found.entries
-        if verify_bodies:
-            entries = [_verified(files, number, offset, header, stats) for offset, header in entries]
-        index.restore(number, epoch, entries)
+    there = [number for number in range(index.segment_count) if number not in files.created]
+    lost = sorted(files.created)
+    with ThreadPoolExecutor(RECOVERY_THREADS, thread_name_prefix="p2pcache-recover") as pool:
+        founds = pool.map(lambda number: _look(files, number, index.segment_bytes, verify_bodies), there)
+        for number, found in zip(there, founds, strict=True):
+            index.saw_epoch(found.scan.epoch_max)
+            stats.torn += found.scan.torn
+            stats.flipped += found.scan.flipped
+            stats.corrupt += found.corrupt
+            stats.read_errors += found.read_errors
+            stats.write_errors += found.write_errors
+            if isinstance(found.epoch, Damage):
+                stats.flipped += not found.blank  # a blank one was made by a process that died there
+                lost.append(number)
+            else:
+                index.restore(number, found.epoch, found.scan.entries)
     for number in lost:
         epoch = index.next_epoch(secrets.randbits(EPOCH_RANDOM_BITS))
-        files.write(None, number, 0, memoryview(encode_segment(epoch, index.segment_bytes)))
+        files.write_pages(None, number, 0, encode_segment(epoch, index.segment_bytes))
         index.restore(number, epoch, [])
 
 
+def _look(files: SegmentFiles, number: int, segment_bytes: int, verify_bodies: bool) -> _Found:
+    """Scan one segment."""
+    window = _ScanWindow(files, number, segment_bytes)
+    page = window.read(0, PAGE_BYTES)
+    epoch = decode_segment(page, segment_bytes)
+    scanned = scan(window.read, segment_bytes, 0 if isinstance(epoch, Damage) else epoch)
+    found = _Found(epoch, scanned, blank=not any(page), read_errors=window.read_errors)
+    if verify_bodies and not isinstance(epoch, Damage):
+        scanned.entries = [_verified(files, number, *entry, found) for entry in scanned.entries]
+    return found
+
+
 def _verified(
-    files: SegmentFiles, number: int, offset: int, header: Header, stats: NvmeStats
+    files: SegmentFiles, number: int, offset: int, header: Header, found: _Found
 ) -> tuple[int, Header]:
     """The same entry, or a dead one (on disk too) when its body is damaged."""
     if header.state is not State.COMMITTED:
@@ -284,12 +375,12 @@ def _verified(
     try:
         if files.read_verified(None, place, body) is None:
             return offset, header
-        stats.corrupt += 1
+        found.corrupt += 1
     except OSError:
-        stats.read_errors += 1
+        found.read_errors += 1
     dead = encode_header(header.record, header.epoch, State.DEAD)
     try:
-        files.write(None, number, offset, memoryview(dead))
+        files.write_pages(None, number, offset, dead)
     except OSError:
-        stats.write_errors += 1
+        found.write_errors += 1
     return offset, dataclasses.replace(header, state=State.DEAD)

@@ -1,16 +1,19 @@
 """The NVMe tier: a directory of preallocated segment files, written and read by a few threads.
 
-`core.nvmelog` is the format, `core.nvmeindex` decides where records go. This module does the IO:
+`core.nvmelog` is the format, `core.nvmeindex` decides where records go, `_nvme_files` knows the files and
+`_nvme_io` moves the bytes. What this module promises:
 
 - `path` is a directory of mode 0700 with one file a segment, named by its number (`000000.seg`) and
   allocated in full when the store is opened: the cap cannot be passed later, and no write fails for
   want of space. Other files are left alone. Nothing in the store is named after what it holds.
 - The directory itself is locked (flock): one live process a store.
-- IO is buffered and never flushed. Checksums tell whole bytes from torn ones, so a crash costs the
-  last records and never gives wrong ones; the page cache makes a re-read of a warm body cheap.
+- IO goes past the page cache (O_DIRECT), straight between the disk and the caller's memory where that
+  starts on a page: re-reads of what is warm are the host tier's business. Filesystems that refuse it get
+  buffered IO and a warning. Nothing is flushed: checksums tell whole bytes from torn ones, so a crash costs
+  the last records and never gives wrong ones.
 - Only the event loop's thread touches the index; the pool's threads touch file descriptors and the
   caller's buffers. A cancelled call returns once its thread has let go of the buffer (law 5): it is
-  told to stop, and does after the 4 MiB it is at.
+  told to stop, and does after the few pieces that are under way.
 
 Opening reads every header, one a record, and counts what it finds at once.
 """
@@ -38,7 +41,8 @@ from p2pcache.core.nvmeindex import (
     Placement,
     segment_bytes_for,
 )
-from p2pcache.core.nvmelog import Record, State, encode_header, encode_segment, round_up
+from p2pcache.core.nvmelog import Record, State, encode_header, encode_segment
+from p2pcache.io import _nvme_io
 from p2pcache.io._nvme_files import NvmeStats, SegmentFiles, open_files
 from p2pcache.types import (
     BodyInfo,
@@ -51,9 +55,9 @@ from p2pcache.types import (
     TierFull,
 )
 
-__all__ = ["WORKERS_MAX", "Appended", "NvmeStats", "NvmeStore"]
+__all__ = ["DEPTH_MAX", "Appended", "NvmeStats", "NvmeStore"]
 
-WORKERS_MAX = 64
+DEPTH_MAX = 64
 
 
 class Appended(enum.StrEnum):
@@ -84,27 +88,31 @@ class NvmeStore:
         *,
         capacity_bytes: int,
         segment_bytes: int | None = None,
-        workers: int = 2,
+        depth: int = 8,
+        io: str = "auto",
         verify_bodies: bool = False,
     ) -> NvmeStore:
         """Open or make the store in directory `path` and find what it holds.
 
         Takes `capacity_bytes` rounded down to whole segments, at once. `segment_bytes`, a multiple
         of 4096, bounds a record and is what is evicted at a time; None chooses it by the cap. Segments
-        of another size, or beyond a lowered cap, are given up. `verify_bodies` reads all bodies too.
+        of another size, or beyond a lowered cap, are given up. `depth`: records written or read at once,
+        a thread each. `io`: `uring`, `threads`, or `auto`, which is the first where the kernel allows it.
+        `verify_bodies` reads all bodies too.
         Raises ConfigError, which names the path: not a directory, open to other users, not
-        writable, too little space, or held by a live process.
+        writable, too little space, or held by a live process; or io_uring was asked for and is refused.
         """
-        if not 1 <= workers <= WORKERS_MAX:
-            raise ConfigError(f"NVMe workers must be 1 to {WORKERS_MAX}, not {workers}")
+        if not 1 <= depth <= DEPTH_MAX:
+            raise ConfigError(f"NVMe depth must be 1 to {DEPTH_MAX}, not {depth}")
+        backend = _nvme_io.backend(io)
         if segment_bytes is None:
             segment_bytes = segment_bytes_for(capacity_bytes)
         index = LogIndex(capacity_bytes, segment_bytes)
         stats = NvmeStats(capacity_bytes=capacity_bytes)
-        pool = ThreadPoolExecutor(workers, thread_name_prefix="p2pcache-nvme")
+        pool = ThreadPoolExecutor(depth, thread_name_prefix="p2pcache-nvme")
         loop = asyncio.get_running_loop()
         opening = loop.run_in_executor(
-            pool, lambda: open_files(Path(path), index, stats, verify_bodies=verify_bodies)
+            pool, lambda: open_files(Path(path), index, stats, backend, verify_bodies=verify_bodies)
         )
         try:
             files = await asyncio.shield(opening)
@@ -183,7 +191,7 @@ class NvmeStore:
         if isinstance(placement, Already):
             return Appended.PRESENT if placement.committed else Appended.IN_FLIGHT
         try:
-            await self._run(self._write, placement, body)
+            await self._run(self._files.write_record, placement, body)
         except OSError as error:
             self._index.abort(placement)
             self._stats.write_errors += 1
@@ -247,7 +255,7 @@ class NvmeStore:
             epoch = self._index.next_epoch(secrets.randbits(EPOCH_RANDOM_BITS))
             page = encode_segment(epoch, self._index.segment_bytes)
             try:
-                await self._run(self._files.write, place.segment, 0, memoryview(page))
+                await self._run(self._files.write_pages, place.segment, 0, page)
             except OSError as error:
                 self._stats.write_errors += 1
                 self._stats.evicted += self._index.retire(place.segment)
@@ -269,20 +277,9 @@ class NvmeStore:
             return
         header = encode_header(location.record, location.epoch, State.DEAD)
         try:
-            await self._run(self._files.write, location.segment, location.offset, memoryview(header))
+            await self._run(self._files.write_pages, location.segment, location.offset, header)
         except OSError:
             self._stats.write_errors += 1  # the next process will find the damage by itself
-
-    def _write(self, stop: threading.Event, place: Placement, body: memoryview) -> None:
-        record = place.record
-        pending = encode_header(record, place.epoch, State.PENDING)
-        padding = memoryview(bytes(round_up(body.nbytes) - body.nbytes))
-        self._files.write(stop, place.segment, place.offset, memoryview(pending))
-        self._files.write(stop, place.segment, place.body_offset, body)
-        # Whole pages: the kernel need not read a page of the segment's former life to change a part.
-        self._files.write(stop, place.segment, place.body_offset + body.nbytes, padding)
-        committed = encode_header(record, place.epoch, State.COMMITTED)
-        self._files.write(stop, place.segment, place.offset, memoryview(committed))
 
     async def _run(self, work: Callable[..., Any], *args: Any) -> Any:
         """`work(stop, *args)` on the pool. If cancelled: stop it, and wait until it has."""

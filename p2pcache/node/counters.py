@@ -20,6 +20,7 @@ MEANINGS = {
     "stored": "bodies committed by engines",
     "evicted": "bodies that left the host tier",
     "demoted": "bodies copied from the host to the NVMe tier",
+    "nvme_refused": "bodies dropped unwritten: over the NVMe tier's write rate, or never used",
     "nvme_evicted": "bodies that left the NVMe tier",
     "tickets": "bodies leased to peers",
     "tickets_refused": "bodies that peers asked for and did not get",

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator
 
 from p2pcache.config import NodeConfig
+from p2pcache.core.admission import Admission
 from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.nvmelog import Record
 from p2pcache.core.tiers import HostTier, Slot
@@ -43,6 +44,9 @@ class Residency:
         self._counters = counters
         self._clock = clock
         self._demote_above_bytes = int(config.demote_above * self.tier.capacity_bytes)
+        # Half of the NVMe tier's depth: reads, for which somebody waits, find the other half free.
+        self._demotions_max = max(config.nvme_depth // 2, 1)
+        self._admission = Admission(config.nvme_write_bytes_per_s_max, used_only=config.nvme_admit == "used")
         self._promoting: dict[ExactKey, asyncio.Future[None]] = {}
         self._demoting: asyncio.Task | None = None
         self._demotions: set[asyncio.Future[None]] = set()  # writes to the NVMe tier under way
@@ -143,7 +147,10 @@ class Residency:
         """Free one slot; its body stays in the NVMe tier if there is one that takes it."""
         body = victim.body
         if self._nvme is not None and self._nvme.lookup(body.exact) is None:
-            await self._demote(victim)
+            if self._admits(victim):
+                await self._demote(victim)
+            else:
+                self._counters["nvme_refused"] += 1
             # It may have been leased, pinned, evicted by somebody else, or come again while we wrote.
             wanted = victim.leases or victim.pinned_until_s > self._clock()
             if wanted or not self.tier.current(body.exact, victim.generation):
@@ -177,13 +184,25 @@ class Residency:
     async def _demote_cold(self) -> None:
         """Copy the coldest bodies down until what is above the mark could be dropped at once."""
         excess = self.tier.taken_bytes - self._demote_above_bytes
+        cold = []
         for slot in self.tier.resident():
             if excess <= 0:
-                return
+                break
             excess -= slot.extent_bytes
-            alive = self.tier.current(slot.body.exact, slot.generation)
-            if alive and self._nvme is not None and self._nvme.lookup(slot.body.exact) is None:
-                await self._demote(slot)
+            cold.append(slot)
+        left = iter(cold)
+
+        async def lane() -> None:
+            for slot in left:
+                alive = self.tier.current(slot.body.exact, slot.generation)
+                if alive and self._nvme is not None and self._nvme.lookup(slot.body.exact) is None:
+                    if self._admits(slot):
+                        await self._demote(slot)
+
+        await asyncio.gather(*(lane() for _ in range(self._demotions_max)))
+
+    def _admits(self, slot: Slot) -> bool:
+        return self._admission.admits(slot.nbytes, self._clock(), used=slot.used)
 
     async def _demote(self, slot: Slot) -> None:
         """Copy one body to the NVMe tier; where that fails the body is only less well kept."""

@@ -1,9 +1,13 @@
-"""The NVMe store on real files: round trips, restarts, damage, its cap, its lock, and SIGKILL."""
+"""The NVMe store on real files: round trips, restarts, damage, its cap, its lock, and SIGKILL.
+
+All of it on every way to move bytes: io_uring and threads past the page cache, and threads through it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
 import random
 import signal
@@ -11,13 +15,14 @@ import stat
 import subprocess
 import sys
 import threading
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
 
 from p2pcache.core.checksum import CorruptBody, checksum_body
-from p2pcache.core.nvmelog import PAGE_BYTES, Record, round_up
+from p2pcache.core.nvmelog import PAGE_BYTES, Record, State, round_up
+from p2pcache.io import _nvme_files, _nvme_io
 from p2pcache.io.store_nvme import Appended, NvmeStore
 from p2pcache.types import (
     BodyInfo,
@@ -33,6 +38,18 @@ from p2pcache.types import (
 MIB = 1 << 20
 CHUNK_BYTES = 3_098_112  # 756.375 pages
 ROOT = Path(__file__).parents[2]
+MODE = "NVME_TEST_MODE"  # in the environment, so that child processes have it too
+
+
+@pytest.fixture(autouse=True, params=["uring", "threads", "buffered"])
+def mode(request, monkeypatch):
+    if request.param == "uring":
+        try:
+            _nvme_io.UringIo()
+        except OSError as error:
+            pytest.skip(f"io_uring is refused here: {error}")
+    monkeypatch.setenv(MODE, request.param)
+    return request.param
 
 
 def make(number: int, nbytes: int = 60_000, layers: int = 3, meta: bytes = b"") -> tuple[Record, memoryview]:
@@ -48,7 +65,15 @@ def make(number: int, nbytes: int = 60_000, layers: int = 3, meta: bytes = b"") 
 
 @asynccontextmanager
 async def opened(path, capacity_bytes=4 * MIB, segment_bytes=MIB, **options):
-    store = await NvmeStore.open(path, capacity_bytes=capacity_bytes, segment_bytes=segment_bytes, **options)
+    mode = os.environ[MODE]
+    with pytest.MonkeyPatch.context() as patch:
+        if mode == "buffered":
+            patch.setattr(_nvme_files, "set_direct", lambda fd: False)
+        io = "uring" if mode == "uring" else "threads"
+        store = await NvmeStore.open(
+            path, capacity_bytes=capacity_bytes, segment_bytes=segment_bytes, io=io, **options
+        )
+    assert (store.status()["io"], store.status()["direct"]) == (io, mode != "buffered")
     try:
         yield store
         store._index.validate()
@@ -75,6 +100,43 @@ async def fill(path, numbers, **options):
         for number in numbers:
             await put(store, *make(number))
         return {number: store._index.lookup(make(number)[0].body.exact) for number in numbers}
+
+
+class Tampered:
+    """A backend that calls `before(piece, write)` as each piece is about to move."""
+
+    def __init__(self, inner, before):
+        self._inner = inner
+        self._before = before
+        self.name = inner.name
+
+    def move(self, fd, pieces, *, write):
+        def told():
+            for piece in pieces:
+                self._before(piece, write)
+                yield piece
+
+        return self._inner.move(fd, told(), write=write)
+
+
+@contextmanager
+def tampered(store: NvmeStore, before):
+    files = store._files
+    inner, files.backend = files.backend, Tampered(files.backend, before)
+    try:
+        yield
+    finally:
+        files.backend = inner
+
+
+def failing(*, reads: bool = False, writes: bool = False):
+    """A device that answers with an error."""
+
+    def before(_piece, write):
+        if writes if write else reads:
+            raise OSError(errno.EIO, "device error")
+
+    return before
 
 
 def flip(path: Path, segment: int, at: int) -> None:
@@ -112,6 +174,47 @@ def test_what_was_appended_is_read_back_now_and_after_a_restart(tmp_path, nbytes
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, MIB - 1, MIB + 1, CHUNK_BYTES, 5 * MIB + 7])
+@pytest.mark.parametrize("shift", [0, 1, 512, 4095])
+def test_memory_of_any_alignment_is_read_and_written_to_the_byte(tmp_path, nbytes, shift):
+    """Whole pages of the caller's that start on a page move in place; no byte beside them is touched."""
+
+    async def scenario():
+        record, body = make(1, nbytes, 1)
+        memory = memoryview(mmap.mmap(-1, round_up(nbytes) + 3 * PAGE_BYTES))
+        start = PAGE_BYTES + shift
+        async with opened(tmp_path, 32 * MIB, 8 * MIB) as store:
+            memory[start : start + nbytes] = body
+            await put(store, record, memory[start : start + nbytes])
+            memory[:] = b"\xee" * memory.nbytes
+            assert await store.read_into(record.body.exact, memory[start : start + nbytes]) == record
+            assert memory[start : start + nbytes] == body
+            beside = bytes(memory[:start]) + bytes(memory[start + nbytes :])
+            assert beside == b"\xee" * len(beside)
+            place = store._index.lookup(record.body.exact)
+        with open(tmp_path / "000000.seg", "rb") as file:
+            file.seek(place.body_offset)
+            assert file.read(round_up(nbytes)) == bytes(body).ljust(round_up(nbytes), b"\0")
+
+    asyncio.run(scenario())
+
+
+def test_what_one_backend_wrote_another_reads(tmp_path):
+    async def scenario():
+        made = [make(number, 3 * MIB + number, 1) for number in range(6)]
+        async with opened(tmp_path, 64 * MIB, 16 * MIB) as store:
+            for record, body in made[:3]:
+                await put(store, record, body)
+        sizes = {"capacity_bytes": 64 * MIB, "segment_bytes": 16 * MIB}
+        for io in ("threads", "auto"):
+            store = await NvmeStore.open(tmp_path, io=io, **sizes)
+            assert [await get(store, record) for record, _ in made[:3]] == [body for _, body in made[:3]]
+            await put(store, *made.pop())
+            await store.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_key_that_is_there_or_on_its_way_is_not_written_again(tmp_path):
     async def scenario():
         async with opened(tmp_path) as store:
@@ -128,7 +231,7 @@ def test_a_key_that_is_there_or_on_its_way_is_not_written_again(tmp_path):
 def test_concurrent_appends_and_reads_keep_to_their_own_bytes(tmp_path):
     async def scenario():
         made = [make(number, 1000 * number + 1000, 1) for number in range(40)]
-        async with opened(tmp_path, workers=4) as store:
+        async with opened(tmp_path, depth=4) as store:
             await asyncio.gather(*(put(store, *one) for one in made))
             assert await asyncio.gather(*(get(store, record) for record, _ in made)) == [
                 body for _, body in made
@@ -189,61 +292,62 @@ def test_a_record_that_fits_no_segment_is_refused_at_once(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_segment_that_is_being_read_is_not_reused(tmp_path, monkeypatch):
+def test_a_segment_that_is_being_read_is_not_reused(tmp_path):
     async def scenario():
         async with opened(tmp_path, 2 * MIB, MIB) as store:
             record, body = make(0)
             await put(store, record, body)
             reading, go_on = threading.Event(), threading.Event()
-            read = store._files.read
 
-            def slow_read(*args):
-                reading.set()
-                go_on.wait()
-                read(*args)
+            def slow_read(_piece, write):
+                if not write:
+                    reading.set()
+                    go_on.wait()
 
-            monkeypatch.setattr(store._files, "read", slow_read)
-            task = asyncio.ensure_future(get(store, record))
-            await asyncio.to_thread(reading.wait)
-            evicted = []
-            for number in range(1, 60):
-                evicted += await put(store, *make(number))
-            assert record.body.exact not in evicted and len(evicted) > 20
-            go_on.set()
-            assert await task == body
+            with tampered(store, slow_read):
+                task = asyncio.ensure_future(get(store, record))
+                await asyncio.to_thread(reading.wait)
+                evicted = []
+                for number in range(1, 60):
+                    evicted += await put(store, *make(number))
+                assert record.body.exact not in evicted and len(evicted) > 20
+                go_on.set()
+                assert await task == body
 
     asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("call", ["read", "append"])
-def test_a_cancelled_call_returns_only_when_its_thread_has_let_go_of_the_buffer(tmp_path, monkeypatch, call):
+def test_a_cancelled_call_returns_only_when_nothing_moves_in_its_buffer(tmp_path, call):
+    """It has had a piece moved, another one is about to be; the third never is."""
+
     async def scenario():
-        async with opened(tmp_path) as store:
-            await put(store, *make(1))
-            working, go_on = threading.Event(), threading.Event()
+        async with opened(tmp_path, 32 * MIB, 8 * MIB) as store:
+            here, new = make(1, 3 * MIB, 1), make(2, 3 * MIB, 1)
+            await put(store, *here)
+            working, go_on, moved = threading.Event(), threading.Event(), []
 
-            def slow(stop, *args):
-                working.set()
-                go_on.wait()
-                assert stop.is_set()
+            def slow(piece, write):
+                moved.append(piece)
+                if len(moved) == 2:
+                    working.set()
+                    go_on.wait()
 
-            if call == "read":
-                monkeypatch.setattr(store._files, "read_verified", slow)
-                task = asyncio.ensure_future(get(store, make(1)[0]))
-            else:
-                monkeypatch.setattr(store, "_write", slow)
-                task = asyncio.ensure_future(store.append(*make(2)))
-            await asyncio.to_thread(working.wait)
-            for _ in range(3):  # however often
-                task.cancel()
-                await asyncio.sleep(0.01)
-                assert not task.done()
-            go_on.set()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            monkeypatch.undo()
-            assert await get(store, make(1)[0]) == make(1)[1] and await get(store, make(2)[0]) is None
-            await put(store, *make(2))
+            with tampered(store, slow):
+                task = asyncio.ensure_future(get(store, here[0]) if call == "read" else store.append(*new))
+                await asyncio.to_thread(working.wait)
+                for _ in range(3):  # however often
+                    task.cancel()
+                    await asyncio.sleep(0.01)
+                    assert not task.done()
+                go_on.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                # The stop is looked at before a piece is handed on, so at most this one went out late.
+                assert len(moved) <= 3
+            assert await get(store, here[0]) == here[1] and await get(store, new[0]) is None
+            await put(store, *new)
+            assert await get(store, new[0]) == new[1]
 
     asyncio.run(scenario())
 
@@ -309,19 +413,16 @@ def test_a_flipped_segment_header_costs_that_segment_only_and_its_epoch_is_not_u
     asyncio.run(scenario())
 
 
-def test_a_torn_append_is_counted_dropped_and_written_behind(tmp_path, monkeypatch):
+def test_a_torn_append_is_counted_dropped_and_written_behind(tmp_path):
     async def scenario():
         async with opened(tmp_path) as store:
             await put(store, *make(1))
-            write = store._files.write
 
-            def die_before_the_last_header(stop, segment, offset, data):
-                if data[18] == 2 and data.nbytes == PAGE_BYTES:
+            def die_before_the_last_header(piece, write):
+                if write and piece.parts[0][18] == State.COMMITTED and piece.nbytes == PAGE_BYTES:
                     raise OSError(errno.EIO, "as if killed here")
-                write(stop, segment, offset, data)
 
-            with monkeypatch.context() as patch:
-                patch.setattr(store._files, "write", die_before_the_last_header)
+            with tampered(store, die_before_the_last_header):
                 with pytest.raises(TierFull, match="write failed"):
                     await store.append(*make(2))
             await put(store, *make(3))
@@ -351,19 +452,14 @@ def test_a_committed_header_before_a_torn_body_is_found_at_the_read(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_failing_device_costs_the_record_and_not_the_store(tmp_path, monkeypatch):
-    def fail(*_args):
-        raise OSError(errno.EIO, "device error")
-
+def test_a_failing_device_costs_the_record_and_not_the_store(tmp_path):
     async def scenario():
         async with opened(tmp_path) as store:
             await put(store, *make(1))
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "pwritev", fail)
+            with tampered(store, failing(writes=True)):
                 with pytest.raises(TierFull, match="device error"):
                     await store.append(*make(2))
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "preadv", fail)
+            with tampered(store, failing(reads=True)):
                 with pytest.raises(CorruptBody, match="device error"):
                     await get(store, make(1)[0])
             assert await get(store, make(1)[0]) is None
@@ -375,18 +471,86 @@ def test_a_failing_device_costs_the_record_and_not_the_store(tmp_path, monkeypat
     asyncio.run(scenario())
 
 
-def test_a_segment_that_cannot_be_reused_is_retired(tmp_path, monkeypatch):
-    def fail(*_args):
-        raise OSError(errno.EIO, "device error")
+@pytest.mark.parametrize("failed", range(6))
+def test_a_device_that_fails_within_a_record_leaves_the_callers_memory_alone(tmp_path, failed):
+    """A piece of many fails while others are on their way: none of them writes after the call."""
 
+    async def scenario():
+        async with opened(tmp_path, 32 * MIB, 8 * MIB) as store:
+            await put(store, *make(1, 6 * MIB, 6))
+            drawn = []
+
+            def fail_one(piece, write):
+                drawn.append(piece)
+                if len(drawn) == failed + 1:
+                    raise OSError(errno.EIO, "device error")
+
+            dest = memoryview(mmap.mmap(-1, 6 * MIB))
+            with tampered(store, fail_one), pytest.raises(CorruptBody):
+                await store.read_into(make(1)[0].body.exact, dest)
+            dest[:] = bytes(6 * MIB)
+            await put(store, *make(2))
+            assert await get(store, make(2)[0]) == make(2)[1] and dest == bytes(6 * MIB)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("bytes_left", [0, PAGE_BYTES, MIB + 100, 2 * MIB])
+def test_a_file_that_is_cut_short_under_us_costs_the_record(tmp_path, bytes_left):
+    async def scenario():
+        async with opened(tmp_path, 32 * MIB, 8 * MIB) as store:
+            record, body = make(1, 3 * MIB, 3)
+            await put(store, record, body)
+            os.truncate(tmp_path / "000000.seg", bytes_left)
+            with pytest.raises(CorruptBody):
+                await get(store, record)
+            assert await get(store, record) is None and store.stats().read_errors == 1
+
+    asyncio.run(scenario())
+
+
+def test_files_that_are_removed_under_us_serve_on_and_are_made_anew_at_the_next_start(tmp_path):
+    async def scenario():
+        async with opened(tmp_path) as store:
+            await put(store, *make(1))
+            for entry in tmp_path.iterdir():
+                entry.unlink()
+            await put(store, *make(2))
+            assert await get(store, make(1)[0]) == make(1)[1] and await get(store, make(2)[0]) == make(2)[1]
+        async with opened(tmp_path) as store:
+            assert store.stats().records == 0
+            await put(store, *make(1))
+
+    asyncio.run(scenario())
+
+
+def test_a_full_or_failing_disk_behind_the_kernel_is_a_typed_error(tmp_path):
+    """Not injected above the kernel but met in it: the descriptor cannot be written."""
+
+    async def scenario():
+        async with opened(tmp_path) as store:
+            files = store._files
+            read_only = [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY) for fd in files._segment_fds]
+            files._segment_fds, writable = read_only, files._segment_fds
+            with pytest.raises(TierFull, match="Bad file descriptor"):
+                await store.append(*make(1, 700_000, 1))
+            files._segment_fds = writable
+            for fd in read_only:
+                os.close(fd)
+            await put(store, *make(2))
+            assert await get(store, make(2)[0]) == make(2)[1]
+
+    asyncio.run(scenario())
+
+
+def test_a_segment_that_cannot_be_reused_is_retired(tmp_path):
     async def scenario():
         async with opened(tmp_path, 3 * MIB, MIB) as store:
             number = 0
             while not await store.make_room(make(number)[0]):
                 assert await store.append(*make(number)) is Appended.STORED
                 number += 1
-            with monkeypatch.context() as patch:
-                patch.setattr(os, "pwritev", fail)
+            with tampered(store, failing(writes=True)):
                 with pytest.raises(TierFull, match="cannot be written"):
                     await store.append(*make(number))
             for number in range(100, 160):
@@ -574,12 +738,6 @@ def test_a_store_is_held_within_one_process_too(tmp_path):
 WRITER = """
 first = int(sys.argv[2])
 async with opened(sys.argv[1], 12 * MIB, 3 * MIB) as store:
-    whole_write = store._files.write
-    def slow_write(stop, segment, offset, data):  # so that most kills fall within a record
-        for at in range(0, data.nbytes, 100_000):
-            time.sleep(0.001)
-            whole_write(stop, segment, offset + at, data[at : at + 100_000])
-    store._files.write = slow_write
     async def write(number):
         record, body = make(number, 30 * (1 + number * 7919 % 20_000), 30)
         for key in [b.exact for b in await store.make_room(record)]:
@@ -589,8 +747,12 @@ async with opened(sys.argv[1], 12 * MIB, 3 * MIB) as store:
         except TierFull:
             return
         print('+', number, flush=True)
-    for number in range(first, first + 100_000, 3):
-        await asyncio.gather(write(number), write(number + 1), write(number + 2))
+    rng = random.Random(first)
+    def slow(piece, write):  # so that most kills fall within a record
+        time.sleep(rng.random() / 200)
+    with tampered(store, slow):
+        for number in range(first, first + 100_000, 6):
+            await asyncio.gather(*(write(number + ahead) for ahead in range(6)))
 """
 
 
@@ -608,7 +770,7 @@ def test_after_sigkill_every_committed_record_is_found_whole(tmp_path):
             sign, number = line.split()
             (expected.add if sign == "+" else expected.discard)(int(number))
             evicted += sign == "-"
-            first = max(first, int(number) + 3)
+            first = max(first, int(number) + 6)
 
         async def restart():
             async with opened(tmp_path, 12 * MIB, 3 * MIB) as store:

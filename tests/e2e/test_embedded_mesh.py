@@ -338,6 +338,38 @@ def test_what_the_host_tier_cannot_keep_goes_to_nvme_and_is_served_from_there(
     assert tiers == {Tier.HOST, Tier.NVME}
 
 
+def test_beyond_the_nvme_tiers_write_rate_bodies_are_dropped_and_counted(
+    mesh: Callable, tmp_path: Path
+) -> None:
+    # A credit of one body's worth, which comes back far too slowly for another one.
+    m = mesh([tiered(tmp_path / "nvme", nvme_write_bytes_per_s_max=10)])
+    cache, run, kv = m.caches[0], prompt(4096), some_kv(4096)
+    for chunk in cache.chunks(run, CHUNKS):
+        assert cache.store([chunk], kv).stored == 1
+    m.nodes[0].flush()
+    status = m.status(0)
+    written, dropped = status["counters"]["demoted"], status["counters"]["nvme_refused"]
+    assert written == 1 and dropped == status["counters"]["evicted"] - 1 == 64 - 16 - 1
+    lookup = find(cache, run)
+    below = tuple(c for c in lookup.chunks if c.source is Source.NVME)
+    assert len(below) == 1 and len([c for c in lookup.chunks if c.source is Source.LOCAL]) == 16
+    with cache.fetch(Lookup(lookup.tokens, below, 0.0), budget_s=PATIENCE_S) as fetched:
+        assert whole(fetched, kv)
+
+
+def test_on_demand_only_bodies_that_were_used_go_to_nvme(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh([tiered(tmp_path / "nvme", nvme_admit="used")])
+    cache, used, unused = m.caches[0], prompt(256), prompt(2048, seed=1)
+    kv = keep(cache, used)
+    with cache.fetch(find(cache, used), budget_s=PATIENCE_S) as fetched:
+        assert whole(fetched, kv)
+    for chunk in cache.chunks(unused, CHUNKS):
+        assert cache.store([chunk], some_kv(2048)).stored == 1
+    assert m.status(0)["nvme"]["records"] == m.counters(0)["demoted"] == 4
+    assert m.counters(0)["nvme_refused"] == 36 - 16 - 4
+    assert {c.source for c in find(cache, used).chunks} == {Source.NVME}
+
+
 def test_a_restarted_node_publishes_what_its_nvme_tier_kept(mesh: Callable, tmp_path: Path) -> None:
     m = mesh([tiered(tmp_path / "nvme", demote_above=0.0), {}, {}])
     run = prompt(256)
