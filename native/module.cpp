@@ -5,8 +5,12 @@
 namespace nb = nanobind;
 
 void bind_chunking(nb::module_ &m);
+void bind_directory(nb::module_ &m);
+void bind_key_map(nb::module_ &m);
 
 NB_MODULE(_native, m) {
     m.doc() = "The native core of p2pcache. Every function has a Python twin that tests compare it with.";
     bind_chunking(m);
+    bind_directory(m);
+    bind_key_map(m);
 }
