@@ -22,6 +22,7 @@ import functools
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from p2pcache._native import KeyMap
 from p2pcache.types import BodyInfo, ContentKey, ExactKey, InvariantError, Provenance, TierFull
@@ -44,20 +45,55 @@ _CODEC = "raw"  # the one that takes no room
 _BODIES_KEPT = 1024
 
 
+class _Use(NamedTuple):
+    state: SlotState
+    leases: int = 0
+    pinned_until_s: float = 0.0
+
+
+_AT_REST = _Use(SlotState.RESIDENT)
+
+
 class Slot:
     """A part of the slab: `nbytes` of body at `offset`, `extent_bytes` taken. Owned by the tier.
 
-    What never changes (the body, the place, and from `commit` on checksums and meta) is packed into one
-    `bytes`: a node has a hundred thousand of these, and as objects they would take 2.5 kB each.
+    A node has a hundred thousand of these, and as plain objects they would take 2.5 kB each. So what never
+    changes (the body, the place, and from `commit` on checksums and meta) is packed into one `bytes`, and
+    how it is used into one value that all slots at rest share.
     """
 
-    __slots__ = ("_packed", "state", "leases", "pinned_until_s")
+    __slots__ = ("_packed", "_use")
 
     def __init__(self, body: BodyInfo, offset: int, generation: int):
         self._packed = _pack(body, offset, generation)
-        self.state = SlotState.RESERVED
-        self.leases = 0
-        self.pinned_until_s = 0.0
+        self._use = _Use(SlotState.RESERVED)
+
+    @property
+    def state(self) -> SlotState:
+        return self._use.state
+
+    @state.setter
+    def state(self, state: SlotState) -> None:
+        self._set_use(_Use(state, self._use.leases, self._use.pinned_until_s))
+
+    @property
+    def leases(self) -> int:
+        return self._use.leases
+
+    @leases.setter
+    def leases(self, leases: int) -> None:
+        self._set_use(_Use(self._use.state, leases, self._use.pinned_until_s))
+
+    @property
+    def pinned_until_s(self) -> float:
+        return self._use.pinned_until_s
+
+    @pinned_until_s.setter
+    def pinned_until_s(self, until_s: float) -> None:
+        self._set_use(_Use(self._use.state, self._use.leases, until_s))
+
+    def _set_use(self, use: _Use) -> None:
+        self._use = _AT_REST if use == _AT_REST else use
 
     @property
     def body(self) -> BodyInfo:

@@ -254,9 +254,14 @@ def test_a_slot_gives_back_what_was_packed_into_it(what, sums, meta, page, gener
     slot = Slot(what, page * ALIGN_BYTES, generation)
     for told, wanted in (((), b""), (sums, meta)):
         slot.fill(told, wanted)
+        slot.leases += 1
         assert (slot.body, slot.offset, slot.generation) == (what, page * ALIGN_BYTES, generation)
         assert (slot.content, slot.exact, slot.nbytes) == (what.content, what.exact, what.nbytes)
         assert (slot.checksums, slot.meta) == (told, wanted)
+    slot.pinned_until_s, slot.state = 5.0, SlotState.RESIDENT
+    assert (slot.state, slot.leases, slot.pinned_until_s) == (SlotState.RESIDENT, 2, 5.0)
+    slot.leases, slot.pinned_until_s = 0, 0.0
+    assert (slot.state, slot.leases, slot.pinned_until_s) == (SlotState.RESIDENT, 0, 0.0)
 
 
 def test_a_pin_ends_with_its_time():
