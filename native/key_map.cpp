@@ -1,5 +1,6 @@
-// A map from 16-byte keys to Python objects, in the order of insertion: what `OrderedDict[bytes, object]`
-// does, in 44 to 52 bytes an entry, its key included, instead of 190. An `OrderedDict` is its twin in the tests.
+// Maps from 16-byte keys to Python objects: `KeyMap` does what `OrderedDict[bytes, object]` does, in 44 bytes
+// an entry, its key included, instead of 190; `KeyIndex` has no order, and takes 36. Their twins in the tests
+// are `OrderedDict` and `dict`.
 
 #include "table.h"
 
@@ -8,23 +9,30 @@ using namespace p2pcache;
 
 namespace {
 
-struct Node {
-    Key key;
-    PyObject *value;        // a reference of ours; null in a free node
-    uint32_t before, after;  // in the order of the map
-    uint32_t next;           // in the chain of its bucket
+template <bool ordered> struct Order {
+    uint32_t before, after;
 };
+template <> struct Order<false> {};
+
+template <bool ordered> struct NodeOf : Order<ordered> {
+    Key key;
+    PyObject *value;  // a reference of ours; null in a free node
+    uint32_t next;    // in the chain of its bucket
+};
+static_assert(sizeof(NodeOf<true>) == 40 && sizeof(NodeOf<false>) == 32);
 
 [[noreturn]] void missing(nb::handle key) {
     PyErr_SetObject(PyExc_KeyError, key.ptr());
     nb::raise_python_error();
 }
 
-class KeyMap {
+template <bool ordered> class Map {
 public:
-    KeyMap() = default;
-    KeyMap(const KeyMap &) = delete;
-    ~KeyMap() { clear(); }
+    using Node = NodeOf<ordered>;
+
+    Map() = default;
+    Map(const Map &) = delete;
+    ~Map() { clear(); }
 
     size_t size() const { return count_; }
     size_t nbytes() const { return nodes_.nbytes() + buckets_.nbytes(); }
@@ -53,9 +61,12 @@ public:
             buckets_.grow(nodes_, [](const Node &node) { return node.key.hash(); });
         const uint32_t i = nodes_.take();
         uint32_t &head = buckets_.head(key.hash());
-        nodes_[i] = {key, value.release().ptr(), NONE, NONE, head};
+        Node &node = nodes_[i];
+        node.key = key;
+        node.value = value.release().ptr();
+        node.next = head;
         head = i;
-        append(i);
+        if constexpr (ordered) append(i);
         ++count_;
         ++changes_;
     }
@@ -83,7 +94,8 @@ public:
         ++changes_;
     }
     void clear() {
-        while (first_ != NONE) take(first_);
+        for (uint32_t i = 0; i < nodes_.end(); ++i)
+            if (nodes_[i].value) take(i);
     }
 
     // One step of an iteration that began when there had been `changes` of them. NONE starts it.
@@ -93,10 +105,10 @@ public:
         return reversed ? nodes_[i].before : nodes_[i].after;
     }
     uint64_t changes() const { return changes_; }
-    const Node &node(uint32_t i) const { return nodes_[i]; }
+    const Node &at_index(uint32_t i) const { return nodes_[i]; }
 
     int traverse(visitproc visit, void *arg) {
-        for (uint32_t i = first_; i != NONE; i = nodes_[i].after) Py_VISIT(nodes_[i].value);
+        for (uint32_t i = 0; i < nodes_.end(); ++i) Py_VISIT(nodes_[i].value);
         return 0;
     }
 
@@ -113,7 +125,7 @@ private:
         uint32_t *link = &buckets_.head(nodes_[i].key.hash());
         while (*link != i) link = &nodes_[*link].next;
         *link = nodes_[i].next;
-        detach(i);
+        if constexpr (ordered) detach(i);
         nb::object value = nb::steal(nodes_[i].value);
         nodes_.give_back(i);
         --count_;
@@ -145,6 +157,9 @@ private:
     uint64_t changes_ = 0;  // of the order; a new value under a key is none
 };
 
+using KeyMap = Map<true>;
+using KeyIndex = Map<false>;
+
 enum class Give { KEYS, VALUES, ITEMS };
 
 struct Iteration {
@@ -160,7 +175,7 @@ struct Iteration {
         at = over ? NONE : map->step(at, reversed, changes);
         over = at == NONE;
         if (over) throw nb::stop_iteration();
-        const Node &node = map->node(at);
+        const KeyMap::Node &node = map->at_index(at);
         if (give == Give::KEYS) return bytes_of(node.key);
         nb::object value = nb::borrow(node.value);
         return give == Give::VALUES ? value : nb::object(nb::make_tuple(bytes_of(node.key), value));
@@ -172,17 +187,32 @@ template <Give give, bool reversed = false> Iteration iterate(nb::handle_t<KeyMa
     return {nb::borrow(self), map, give, reversed, map->changes()};
 }
 
-int map_traverse(PyObject *self, visitproc visit, void *arg) {
+template <typename M> int traverse(PyObject *self, visitproc visit, void *arg) {
     Py_VISIT(Py_TYPE(self));
-    return nb::inst_ready(self) ? nb::inst_ptr<KeyMap>(self)->traverse(visit, arg) : 0;
+    return nb::inst_ready(self) ? nb::inst_ptr<M>(self)->traverse(visit, arg) : 0;
 }
 
-int map_clear(PyObject *self) {
-    if (nb::inst_ready(self)) nb::inst_ptr<KeyMap>(self)->clear();
+template <typename M> int clear(PyObject *self) {
+    if (nb::inst_ready(self)) nb::inst_ptr<M>(self)->clear();
     return 0;
 }
 
-PyType_Slot map_slots[] = {{Py_tp_traverse, (void *) map_traverse}, {Py_tp_clear, (void *) map_clear}, {0, nullptr}};
+template <typename M> nb::class_<M> bind_map(nb::module_ &m, const char *name, const char *doc) {
+    static PyType_Slot slots[] = {
+        {Py_tp_traverse, (void *) &traverse<M>}, {Py_tp_clear, (void *) &clear<M>}, {0, nullptr}};
+    return nb::class_<M>(m, name, nb::type_slots(slots), doc)
+        .def(nb::init<>())
+        .def("__len__", &M::size)
+        .def("__contains__", &M::contains, nb::arg("key").none())
+        .def("__getitem__", &M::at, nb::arg("key").none())
+        .def("__setitem__", &M::set, nb::arg("key").none(), nb::arg("value").none())
+        .def("__delitem__", [](M &self, nb::handle key) { self.pop(key); }, nb::arg("key").none())
+        .def("get", &M::get, nb::arg("key").none(), nb::arg("default").none() = nb::none())
+        .def("pop", &M::pop, nb::arg("key").none())
+        .def("pop", &M::pop_or, nb::arg("key").none(), nb::arg("default").none())
+        .def("clear", &M::clear)
+        .def_prop_ro("nbytes", &M::nbytes, "Bytes of its tables; the values are not counted.");
+}
 
 }  // namespace
 
@@ -190,24 +220,13 @@ void bind_key_map(nb::module_ &m) {
     nb::class_<Iteration>(m, "KeyMapIterator")
         .def("__iter__", [](nb::handle_t<Iteration> self) { return nb::borrow(self); })
         .def("__next__", &Iteration::next);
-    nb::class_<KeyMap>(m, "KeyMap", nb::type_slots(map_slots),
-                       "An `OrderedDict` of 16-byte keys, compact. It must not change during an iteration.")
-        .def(nb::init<>())
-        .def("__len__", &KeyMap::size)
-        .def("__contains__", &KeyMap::contains, nb::arg("key").none())
-        .def("__getitem__", &KeyMap::at, nb::arg("key").none())
-        .def("__setitem__", &KeyMap::set, nb::arg("key").none(), nb::arg("value").none())
-        .def("__delitem__", [](KeyMap &self, nb::handle key) { self.pop(key); }, nb::arg("key").none())
-        .def("get", &KeyMap::get, nb::arg("key").none(), nb::arg("default").none() = nb::none())
-        .def("pop", &KeyMap::pop, nb::arg("key").none())
-        .def("pop", &KeyMap::pop_or, nb::arg("key").none(), nb::arg("default").none())
+    bind_map<KeyIndex>(m, "KeyIndex", "A `dict` of 16-byte keys, compact, that cannot be iterated.");
+    bind_map<KeyMap>(m, "KeyMap", "An `OrderedDict` of 16-byte keys, compact. It must not change in an iteration.")
         .def("popitem", &KeyMap::pop_item, nb::arg("last") = true)
         .def("move_to_end", &KeyMap::move_to_end, nb::arg("key").none(), nb::arg("last") = true)
-        .def("clear", &KeyMap::clear)
         .def("__iter__", &iterate<Give::KEYS>)
         .def("__reversed__", &iterate<Give::KEYS, true>)
         .def("keys", &iterate<Give::KEYS>)
         .def("values", &iterate<Give::VALUES>)
-        .def("items", &iterate<Give::ITEMS>)
-        .def_prop_ro("nbytes", &KeyMap::nbytes, "Bytes of its tables; the values are not counted.");
+        .def("items", &iterate<Give::ITEMS>);
 }

@@ -22,9 +22,8 @@ import functools
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from p2pcache._native import KeyMap
+from p2pcache._native import KeyIndex, KeyMap
 from p2pcache.types import BodyInfo, ContentKey, ExactKey, InvariantError, Provenance, TierFull
 
 ALIGN_BYTES = 4096
@@ -39,61 +38,27 @@ class SlotState(enum.Enum):
 
 _FIXED = struct.Struct("<16s16sQQIIIHB")
 _PLACE = struct.Struct("<QQI")  # generation, bytes of the body, page: what a transfer asks for
-_PLACE_AT = 32
+_SHAPE = struct.Struct("<HB")  # provenance and layers, bytes of the codec
+_PLACE_AT, _SHAPE_AT = 32, _FIXED.size - _SHAPE.size
 _LAYERS_BITS = 11  # LAYERS_MAX is 1024
 _CODEC = "raw"  # the one that takes no room
-_BODIES_KEPT = 1024
-
-
-class _Use(NamedTuple):
-    state: SlotState
-    leases: int = 0
-    pinned_until_s: float = 0.0
-
-
-_AT_REST = _Use(SlotState.RESIDENT)
+_BODIES_KEPT = 512
 
 
 class Slot:
     """A part of the slab: `nbytes` of body at `offset`, `extent_bytes` taken. Owned by the tier.
 
-    A node has a hundred thousand of these, and as plain objects they would take 2.5 kB each. So what never
-    changes (the body, the place, and from `commit` on checksums and meta) is packed into one `bytes`, and
-    how it is used into one value that all slots at rest share.
+    What never changes (the body, the place, and from `commit` on checksums and meta) is packed into one
+    `bytes`: a node has a hundred thousand of these, and as objects they would take 2.5 kB each.
     """
 
-    __slots__ = ("_packed", "_use")
+    __slots__ = ("_packed", "state", "leases", "pinned_until_s")
 
     def __init__(self, body: BodyInfo, offset: int, generation: int):
         self._packed = _pack(body, offset, generation)
-        self._use = _Use(SlotState.RESERVED)
-
-    @property
-    def state(self) -> SlotState:
-        return self._use.state
-
-    @state.setter
-    def state(self, state: SlotState) -> None:
-        self._set_use(_Use(state, self._use.leases, self._use.pinned_until_s))
-
-    @property
-    def leases(self) -> int:
-        return self._use.leases
-
-    @leases.setter
-    def leases(self, leases: int) -> None:
-        self._set_use(_Use(self._use.state, leases, self._use.pinned_until_s))
-
-    @property
-    def pinned_until_s(self) -> float:
-        return self._use.pinned_until_s
-
-    @pinned_until_s.setter
-    def pinned_until_s(self, until_s: float) -> None:
-        self._set_use(_Use(self._use.state, self._use.leases, until_s))
-
-    def _set_use(self, use: _Use) -> None:
-        self._use = _AT_REST if use == _AT_REST else use
+        self.state = SlotState.RESERVED
+        self.leases = 0
+        self.pinned_until_s = 0.0
 
     @property
     def body(self) -> BodyInfo:
@@ -158,7 +123,7 @@ def _unpack_body(packed: bytes) -> BodyInfo:
 
 def _sums_at(packed: bytes) -> tuple[int, int]:
     """How many checksums there are, and where they begin."""
-    *_, shape, codec_bytes = _FIXED.unpack_from(packed)
+    shape, codec_bytes = _SHAPE.unpack_from(packed, _SHAPE_AT)
     return shape & (1 << _LAYERS_BITS) - 1, _FIXED.size + codec_bytes
 
 
@@ -208,7 +173,7 @@ class HostTier:
         self._taken_bytes = 0
         self._generation = 0
         self._resident = KeyMap()  # exact key -> slot, least recently used first
-        self._by_content = KeyMap()  # content key -> its slot; where there are several, a tuple of them
+        self._by_content = KeyIndex()  # content key -> its slot; where there are several, a tuple of them
         self._others: dict[int, Slot] = {}  # generation -> slot that is reserved or in quarantine
         self._writers: dict[int, str] = {}  # ... and who writes it
 

@@ -1,4 +1,4 @@
-"""The compact ordered map answers like the `OrderedDict` it stands for."""
+"""The compact maps answer like the `OrderedDict` and the `dict` they stand for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pcache._native import KeyMap
+from p2pcache._native import KeyIndex, KeyMap
 
 KEYS = st.integers(0, 40).map(lambda i: bytes([i % 3]) * 8 + i.to_bytes(8, "big"))
 STEPS = st.one_of(
@@ -65,6 +65,16 @@ def test_it_is_an_ordered_dict(steps):
         assert list(ours.items()) == list(twin.items())
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.lists(STEPS.filter(lambda step: step[0] not in ("end", "popitem")), max_size=120))
+def test_the_one_without_an_order_is_a_dict(steps):
+    ours, twin = KeyIndex(), {}
+    for step in steps:
+        assert apply(ours, step) == apply(twin, step)
+        assert len(ours) == len(twin)
+        assert all(ours[key] == value for key, value in twin.items())
+
+
 def test_thousands_of_keys_are_found_while_it_grows():
     keys = [i.to_bytes(16, "little") for i in range(5000)]
     m = KeyMap()
@@ -76,9 +86,10 @@ def test_thousands_of_keys_are_found_while_it_grows():
     assert list(m.items()) == [(key, i) for i, key in enumerate(keys) if i % 2]
 
 
+@pytest.mark.parametrize("kind", [KeyMap, KeyIndex])
 @pytest.mark.parametrize("key", [b"", b"x" * 15, b"x" * 17, "x" * 16, 3, None, bytearray(16)])
-def test_what_is_no_key_is_not_in_it_and_does_not_come_in(key):
-    m = KeyMap()
+def test_what_is_no_key_is_not_in_it_and_does_not_come_in(kind, key):
+    m = kind()
     m[b"x" * 16] = 1
     assert key not in m and m.get(key, 2) == 2 and m.pop(key, 3) == 3
     with pytest.raises(KeyError):
@@ -111,8 +122,9 @@ class Thing:
     pass
 
 
-def test_values_live_as_long_as_they_are_in_it_and_no_longer():
-    m, thing = KeyMap(), Thing()
+@pytest.mark.parametrize("kind", [KeyMap, KeyIndex])
+def test_values_live_as_long_as_they_are_in_it_and_no_longer(kind):
+    m, thing = kind(), Thing()
     gone = weakref.ref(thing)
     m[bytes(16)] = thing
     del thing
@@ -122,8 +134,9 @@ def test_values_live_as_long_as_they_are_in_it_and_no_longer():
     assert gone() is None
 
 
-def test_a_cycle_through_it_is_collected():
-    m, thing = KeyMap(), Thing()
+@pytest.mark.parametrize("kind", [KeyMap, KeyIndex])
+def test_a_cycle_through_it_is_collected(kind):
+    m, thing = kind(), Thing()
     thing.map, gone = m, weakref.ref(thing)
     m[bytes(16)] = thing
     del m, thing
