@@ -160,14 +160,14 @@ def resident(count: int, layers: int, traced: bool = False) -> dict[str, float]:
 
         def store(first: int) -> None:
             bodies = [_wire_body(i) for i in range(first, first + step)]
-            slots = link.call("reserve", {"bodies": bodies, "deadline_s": 10.0}, 10.0)["slots"]
+            slots = link.call("reserve", {"bodies": bodies, "deadline_s": 60.0}, 60.0)["slots"]
             ready = []
             for body, (status, offset, generation) in zip(bodies, slots, strict=True):
                 assert status == "ok", status
                 view = link.slab.view(offset, BODY_BYTES)
                 view[:] = os.urandom(BODY_BYTES)
                 ready.append([generation, list(checksum_body(view, body[1], layers)), b""])
-            assert link.call("commit", {"slots": ready}, 10.0)["committed"] == step
+            assert link.call("commit", {"slots": ready}, 60.0)["committed"] == step
 
         store(0)
         before = ask()
