@@ -6,11 +6,15 @@ namespace nb = nanobind;
 
 void bind_checksum(nb::module_ &m);
 void bind_chunking(nb::module_ &m);
+void bind_directory(nb::module_ &m);
+void bind_key_map(nb::module_ &m);
 void bind_uring(nb::module_ &m);
 
 NB_MODULE(_native, m) {
     m.doc() = "The native core of p2pcache. Every function has a Python twin that tests compare it with.";
     bind_checksum(m);
     bind_chunking(m);
+    bind_directory(m);
+    bind_key_map(m);
     bind_uring(m);
 }

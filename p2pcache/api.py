@@ -299,13 +299,25 @@ class Cache:
     def prefetch(
         self, lookup: Lookup, *, stream: Stream | None = None, budget_s: float = FETCH_BUDGET_S
     ) -> Prefetch:
-        """Start a fetch beside the caller. stream: where layers go; default: this process's CPU one."""
+        """Start a fetch beside the caller. stream: where layers go; default: this process's CPU one.
+
+        Where so many wait that their memory would pass PREFETCH_QUEUE_BYTES_MAX it is answered at once:
+        all of it a miss, BUSY.
+        """
         by_s = time.monotonic() + budget_s  # from now on, also while other prefetches are before it
 
         def fetch() -> Fetched:
             return self.fetch(lookup, budget_s=max(by_s - time.monotonic(), 0.0))
 
-        return Prefetch(fetch, self.layout.layers, stream or default_stream())
+        def refused() -> Fetched:
+            missed = (
+                FetchedChunk(c, None, Source.RECOMPUTE, "", "", c.miss or Miss.BUSY, 0.0)
+                for c in lookup.chunks
+            )
+            return Fetched(tuple(missed), lambda now: None)
+
+        streams, layers = stream or default_stream(), self.layout.layers
+        return Prefetch(fetch, layers, streams, len(lookup.chunks), refused)
 
     # -- keep ------------------------------------------------------------------------------------
 

@@ -61,6 +61,8 @@ class NodeConfig:
     transports_by_peer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # peer -> likewise
     pulls_in_flight_max: int = 8  # bodies under way to this node at once
     pull_bytes_in_flight_max: int = 256 * MIB  # and their bytes; a larger body comes alone
+    pull_line_bytes_max: int = 0  # bodies that wait for their turn; above: busy. 0: as the host tier holds
+    fetch_queue_bytes_max: int = 32 * MIB  # memory of (pre)fetches not answered yet; above: busy
     serve_bytes_in_flight_max: int = 512 * MIB  # leased to remote readers at once; above: busy
     serve_bytes_per_peer_max: int = 256 * MIB  # and to one of them; a larger body goes alone
     tcp_streams_max: int = 0  # connections that carry one large body; 0: half the cores, at most 4

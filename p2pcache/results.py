@@ -140,13 +140,22 @@ class Prefetch:
     copied. The leases end with `close`: call it, or use a `with` block.
     """
 
-    def __init__(self, fetch: Callable[[], Fetched], layers: int, stream: Stream):
+    def __init__(
+        self,
+        fetch: Callable[[], Fetched],
+        layers: int,
+        stream: Stream,
+        chunks: int = 0,
+        refused: Callable[[], Fetched] | None = None,
+    ):
+        """chunks: how many it is about. refused: makes the answer where too many wait already."""
         self._stream = stream
         self._in_place = stream.device.type == "cpu"
         self._on_device: list[list[torch.Tensor]] = [[] for _ in range(layers)]
         self._events: list[Event] = []
         # Not on the stream: a pull that waits for a peer must not hold up the copies of others.
-        self._pull: Future[Fetched] = _pulls.submit(self._bring, fetch)
+        pull = _pulls.submit(chunks, partial(self._bring, fetch))
+        self._pull: Future[Fetched] = pull if pull is not None else _pulls.answered(refused)
 
     def chunks(self) -> Fetched:
         return self._pull.result()
@@ -194,4 +203,46 @@ class Prefetch:
         ]
 
 
-_pulls = ThreadPoolExecutor(16, thread_name_prefix="p2pcache-prefetch")
+class PullQueue:
+    """Threads that pull, and a line in front of them that is bounded in memory. From any thread."""
+
+    def __init__(self, bytes_max: int, threads: int):
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="p2pcache-prefetch")
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of what waits or is under way, as it is counted."""
+        return self._bytes
+
+    def submit(self, chunks: int, work: Callable[[], Fetched]) -> Future[Fetched] | None:
+        """Have a pull of so many chunks done when its turn comes; None where the line is full."""
+        nbytes = PREFETCH_BYTES + chunks * PREFETCH_CHUNK_BYTES
+        with self._lock:
+            if self._bytes + nbytes > self._bytes_max:
+                return None
+            self._bytes += nbytes
+
+        def run() -> Fetched:
+            try:
+                return work()
+            finally:
+                with self._lock:
+                    self._bytes -= nbytes
+
+        return self._threads.submit(run)
+
+    @staticmethod
+    def answered(refused: Callable[[], Fetched] | None) -> Future[Fetched]:
+        """An answer without a pull."""
+        out: Future[Fetched] = Future()
+        out.set_result(refused() if refused is not None else Fetched([], lambda now: None))
+        return out
+
+
+PREFETCH_QUEUE_BYTES_MAX = 64 << 20
+"""Memory of this process's prefetches that have not ended; what is asked for beyond it is `Miss.BUSY`."""
+PREFETCH_BYTES, PREFETCH_CHUNK_BYTES = 4096, 2048  # what a prefetch takes, and each of its chunks, at most
+_pulls = PullQueue(PREFETCH_QUEUE_BYTES_MAX, 16)

@@ -6,140 +6,85 @@ number; a message that is not newer than the last one accepted for that (body, h
 and a withdrawal leaves a tombstone, so that a publish overtaken on the way cannot revive a body
 that is gone.
 
-    content key -> exact key -> (BodyInfo, (holder, incarnation) -> Entry)
-
-Incarnations are apart, since numbers of one say nothing about another: what an old one says late
-neither hides nor revives what the new one holds.
+The table is native (`native/directory.cpp`), about 112 bytes a body with one holder, because a shard
+knows every chunk of its share of the mesh: in Python it took over a kilobyte. `directory_twin.py` says
+in Python what it does, and is compared with it in the tests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import Any
 
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, Tier
+from p2pcache import _native
+from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, Provenance, Tier
 
 BODIES_PER_KEY_MAX = 8
 """Bodies of one content key that a shard keeps: one a context it was computed in."""
 
-
-@dataclass(slots=True)
-class _Entry:
-    tier: Tier
-    seq: int
-    expires_s: float
-    gone: bool = False  # a tombstone
-
-
-@dataclass(slots=True)
-class _Body:
-    info: BodyInfo | None  # None: only a withdrawal of it has been heard of so far
-    holders: dict[tuple[str, int], _Entry]  # (name, incarnation) -> what it said last
+SWEEP_MAX = 65_536
+"""Records that one `expire` looks at: some milliseconds, and a million of them in 16 calls."""
 
 
 class Directory:
-    """The shard. Pure: the caller passes the time and says which incarnations are live."""
+    """The shard. Pure: the caller passes the time and says which incarnations are live.
+
+    Keys are 16 bytes, integers fit 64 bits, names have at most 1024 bytes, times are finite: else
+    ValueError or OverflowError, and what stands before a bad body in its message counts. `is_live` must
+    not change the directory.
+    """
 
     def __init__(self, *, ttl_s: float, tombstone_s: float, bodies_max: int = BODIES_PER_KEY_MAX):
-        self._ttl_s = ttl_s
-        self._tombstone_s = tombstone_s
-        self._bodies_max = bodies_max
-        self._keys: dict[ContentKey, dict[ExactKey, _Body]] = {}
-        self._unswept: list[ContentKey] = []
+        self._table = _native.Directory(ttl_s, tombstone_s, bodies_max)
 
     def __len__(self) -> int:
         """Content keys known, tombstones included."""
-        return len(self._keys)
+        return len(self._table)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the table, names of holders and codecs apart."""
+        return self._table.nbytes
 
     def publish(self, holder: Holder, bodies: Iterable[tuple[BodyInfo, int]], now_s: float) -> int:
         """Record that `holder` has each `(body, seq)`. Returns how many were accepted."""
-        accepted = 0
-        for info, seq in bodies:
-            body = self._body(info.content, info.exact, drop_held=True)
-            if body is not None and self._put(body, holder, seq, now_s + self._ttl_s, gone=False):
-                body.info = info
-                accepted += 1
-        return accepted
+        return self._table.publish(holder.node, holder.incarnation, holder.tier, bodies, now_s)
 
     def withdraw(
         self, holder: Holder, bodies: Iterable[tuple[ContentKey, ExactKey, int]], now_s: float
     ) -> int:
         """Record that `holder` no longer has each `(content, exact, seq)`. Returns how many counted."""
-        accepted = 0
-        for content, exact, seq in bodies:
-            # Even where nothing is known to withdraw: the publish may still be on its way here.
-            body = self._body(content, exact, drop_held=False)
-            if body is not None and self._put(body, holder, seq, now_s + self._tombstone_s, gone=True):
-                accepted += 1
-        return accepted
+        return self._table.withdraw(holder.node, holder.incarnation, bodies, now_s)
 
     def lookup(self, content: ContentKey, now_s: float, is_live: Callable[[str, int], bool]) -> list[Found]:
         """Bodies under a content key with at least one live holder; never a tombstone."""
-        found = []
-        for body in self._keys.get(content, {}).values():
-            holders = tuple(
-                Holder(name, incarnation, e.tier)
-                for (name, incarnation), e in body.holders.items()
-                if not e.gone and e.expires_s > now_s and is_live(name, incarnation)
-            )
-            if holders and body.info is not None:
-                found.append(Found(body.info, holders))
+        (found,) = self.lookup_many([content], now_s, is_live)
         return found
 
-    def expire(self, now_s: float, keys_max: int = 4096) -> int:
+    def lookup_many(
+        self, contents: Iterable[ContentKey], now_s: float, is_live: Callable[[str, int], bool]
+    ) -> list[list[Found]]:
+        """`lookup` of each key, in order. `is_live` is asked once a holder."""
+        return [[_found(f) for f in per_key] for per_key in self.lookup_wire(contents, now_s, is_live)]
+
+    def lookup_wire(
+        self, contents: Iterable[ContentKey], now_s: float, is_live: Callable[[str, int], bool]
+    ) -> list[list[list[Any]]]:
+        """The same in the form of the wire (see `FOUND` in `core/wire.py`), in one native call."""
+        return self._table.lookup(contents, now_s, is_live)
+
+    def expire(self, now_s: float, batch_max: int = SWEEP_MAX) -> int:
         """Forget what has run out; returns how many entries went.
 
         Entries of holders that are not live stay until then: this node's View may be the one that
-        lags, and `lookup` leaves them out meanwhile. One call looks at `keys_max` content keys at most
+        lags, and `lookup` leaves them out meanwhile. One call looks at `batch_max` records at most
         and the next goes on from there, so that a large shard is swept without ever holding up an
         answer for long.
         """
-        if not self._unswept:
-            self._unswept = list(self._keys)
-        batch, self._unswept = self._unswept[-keys_max:], self._unswept[:-keys_max]
-        dropped = 0
-        for content in batch:
-            per_key = self._keys.get(content, {})
-            for exact in list(per_key):
-                holders = per_key[exact].holders
-                for who in list(holders):
-                    if holders[who].expires_s <= now_s:
-                        del holders[who]
-                        dropped += 1
-                if not holders:
-                    del per_key[exact]
-            if not per_key:
-                self._keys.pop(content, None)
-        return dropped
+        return self._table.expire(now_s, batch_max)
 
-    def _body(self, content: ContentKey, exact: ExactKey, *, drop_held: bool) -> _Body | None:
-        """The record of a body, made if need be; None where a full key has nothing to drop for it."""
-        per_key = self._keys.setdefault(content, {})
-        body = per_key.get(exact)
-        if body is None:
-            if len(per_key) >= self._bodies_max and not self._make_room(per_key, drop_held):
-                return None
-            body = per_key[exact] = _Body(None, {})
-        return body
 
-    def _put(self, body: _Body, holder: Holder, seq: int, expires_s: float, *, gone: bool) -> bool:
-        who = holder.node, holder.incarnation
-        entry = body.holders.get(who)
-        if entry is not None and seq <= entry.seq:
-            return False
-        body.holders[who] = _Entry(holder.tier, seq, expires_s, gone)
-        return True
-
-    @staticmethod
-    def _make_room(per_key: dict[ExactKey, _Body], drop_held: bool) -> bool:
-        """Forget the body heard of longest ago: one that nobody holds, or if need be one that is held."""
-
-        def keep(exact: ExactKey) -> tuple[bool, float]:
-            held = [e.expires_s for e in per_key[exact].holders.values() if not e.gone]
-            return bool(held), max(held, default=0.0)
-
-        oldest = min(per_key, key=keep)
-        if keep(oldest)[0] and not drop_held:
-            return False
-        del per_key[oldest]
-        return True
+def _found(raw: list[Any]) -> Found:
+    (content, exact, tokens, nbytes, provenance, base_position, codec), holders = raw
+    body = BodyInfo(content, exact, tokens, nbytes, Provenance(provenance), base_position, codec)
+    return Found(body, tuple(Holder(name, incarnation, Tier(tier)) for name, incarnation, tier in holders))

@@ -2,7 +2,8 @@
 
 Many engines may ask for one body at once. The first asker's pull flies; the others join it and
 read what it brought. A flight that cannot start yet waits in line, first come first served, and one
-that nobody waits for any more is taken out of the line.
+that nobody waits for any more is taken out of the line. The line is bounded too, in bytes of bodies here
+and in memory by `Waiting`: whoever asks beyond that hears so at once.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Ticket(enum.Enum):
     FLY = "fly"  # pull it yourself, now, and say `landed` in the end, whatever happens
     QUEUE = "queue"  # you will pull it, but wait for your turn first
     JOIN = "join"  # somebody is on it: wait for them
+    BUSY = "busy"  # the line is full: you are not in it
 
 
 @dataclass(slots=True)
@@ -35,12 +37,15 @@ class _Flight:
 class Flights:
     """The table. `pilot` and passengers are opaque to it: the shell's futures."""
 
-    def __init__(self, *, flights_max: int, bytes_max: int):
+    def __init__(self, *, flights_max: int, bytes_max: int, line_bytes_max: int):
+        """line_bytes_max: bodies that wait in line; those under way do not count."""
         self._flights_max = flights_max
         self._bytes_max = bytes_max
+        self._line_bytes_max = line_bytes_max
         self._table: OrderedDict[ExactKey, _Flight] = OrderedDict()
         self._flying = 0
         self._bytes = 0
+        self._line_bytes = 0
 
     def __len__(self) -> int:
         return len(self._table)
@@ -48,6 +53,10 @@ class Flights:
     @property
     def bytes_in_flight(self) -> int:
         return self._bytes
+
+    @property
+    def bytes_in_line(self) -> int:
+        return self._line_bytes
 
     def bytes_by_peer(self) -> dict[str, int]:
         """Bytes under way or in line from each peer."""
@@ -62,11 +71,16 @@ class Flights:
         if flight is not None:
             flight.passengers.append(who)
             return Ticket.JOIN
-        flight = self._table[key] = _Flight(nbytes, peer, False, who)
-        in_line = any(not f.flying for f in self._table.values() if f is not flight)
+        flight = _Flight(nbytes, peer, False, who)
+        in_line = len(self._table) > self._flying
         if not in_line and self._may_fly(flight):
+            self._table[key] = flight
             self._start(flight)
             return Ticket.FLY
+        if self._line_bytes + nbytes > self._line_bytes_max:
+            return Ticket.BUSY
+        self._table[key] = flight
+        self._line_bytes += nbytes
         return Ticket.QUEUE
 
     def landed(self, key: ExactKey) -> tuple[list[Any], list[Any]]:
@@ -77,12 +91,15 @@ class Flights:
         if flight.flying:
             self._flying -= 1
             self._bytes -= flight.nbytes
+        else:
+            self._line_bytes -= flight.nbytes
         started = []
         for waiting in self._table.values():
             if waiting.flying:
                 continue
             if not self._may_fly(waiting):
                 break  # first come, first served: a small one must not starve a large one
+            self._line_bytes -= waiting.nbytes
             self._start(waiting)
             started.append(waiting.pilot)
         return flight.passengers, started
@@ -96,3 +113,30 @@ class Flights:
         flight.flying = True
         self._flying += 1
         self._bytes += flight.nbytes
+
+
+class Waiting:
+    """Who waits, in memory: bytes of bookkeeping of all that was asked and has not been answered.
+
+    A cap on it holds against a flood of askers that do not wait for answers. Not thread-safe.
+    """
+
+    def __init__(self, bytes_max: int, bytes_each: int):
+        self._count_max = bytes_max // bytes_each
+        self._bytes_each = bytes_each
+        self._count = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._count * self._bytes_each
+
+    def admit(self, count: int) -> int:
+        """How many of `count` may wait, those asked for first; `leave` them when they have been answered."""
+        admitted = min(count, self._count_max - self._count)
+        self._count += admitted
+        return admitted
+
+    def leave(self, count: int) -> None:
+        if not 0 <= count <= self._count:
+            raise InvariantError(f"{count} of {self._count} that wait were to leave")
+        self._count -= count

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import bisect
 import enum
-from collections import OrderedDict
+import functools
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, InvariantError, TierFull
+from p2pcache._native import KeyIndex, KeyMap
+from p2pcache.types import BodyInfo, ContentKey, ExactKey, InvariantError, Provenance, TierFull
 
 ALIGN_BYTES = 4096
 """Slots start and end on pages: O_DIRECT and huge transfers want that."""
@@ -34,25 +36,101 @@ class SlotState(enum.Enum):
     QUARANTINED = "quarantined"
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A part of the slab: `nbytes` of body at `offset`, `extent_bytes` taken. Owned by the tier."""
+_FIXED = struct.Struct("<16s16sQQIIIHB")
+_PLACE = struct.Struct("<QQI")  # generation, bytes of the body, page: what a transfer asks for
+_SHAPE = struct.Struct("<HB")  # provenance and layers, bytes of the codec
+_PLACE_AT, _SHAPE_AT = 32, _FIXED.size - _SHAPE.size
+_LAYERS_BITS = 11  # LAYERS_MAX is 1024
+_CODEC = "raw"  # the one that takes no room
+_BODIES_KEPT = 512
 
-    body: BodyInfo
-    offset: int
-    extent_bytes: int
-    generation: int
-    owner: str  # who writes it while it is RESERVED
-    state: SlotState = SlotState.RESERVED
-    checksums: tuple[int, ...] = ()
-    meta: bytes = b""
-    leases: int = 0
-    pinned_until_s: float = 0.0
-    used: bool = False  # leased since it was committed
+
+class Slot:
+    """A part of the slab: `nbytes` of body at `offset`, `extent_bytes` taken. Owned by the tier.
+
+    What never changes (the body, the place, and from `commit` on checksums and meta) is packed into one
+    `bytes`: a node has a hundred thousand of these, and as objects they would take 2.5 kB each.
+    """
+
+    __slots__ = ("_packed", "state", "leases", "pinned_until_s", "used")
+
+    def __init__(self, body: BodyInfo, offset: int, generation: int):
+        self._packed = _pack(body, offset, generation)
+        self.state = SlotState.RESERVED
+        self.leases = 0
+        self.pinned_until_s = 0.0
+        self.used = False  # leased since it was committed
+
+    @property
+    def body(self) -> BodyInfo:
+        return _unpack_body(self._packed)
+
+    @property
+    def content(self) -> ContentKey:
+        return ContentKey(self._packed[:16])
+
+    @property
+    def exact(self) -> ExactKey:
+        return ExactKey(self._packed[16:32])
+
+    @property
+    def offset(self) -> int:
+        return _PLACE.unpack_from(self._packed, _PLACE_AT)[2] * ALIGN_BYTES
+
+    @property
+    def generation(self) -> int:
+        return _PLACE.unpack_from(self._packed, _PLACE_AT)[0]
 
     @property
     def nbytes(self) -> int:
-        return self.body.nbytes
+        return _PLACE.unpack_from(self._packed, _PLACE_AT)[1]
+
+    @property
+    def extent_bytes(self) -> int:
+        return extent_bytes(self.nbytes)
+
+    @property
+    def checksums(self) -> tuple[int, ...]:
+        """One a layer; none before `commit`."""
+        layers, start = _sums_at(self._packed)
+        return struct.unpack_from(f"<{layers}Q", self._packed, start)
+
+    @property
+    def meta(self) -> bytes:
+        layers, start = _sums_at(self._packed)
+        return self._packed[start + 8 * layers :]
+
+    def fill(self, checksums: tuple[int, ...], meta: bytes) -> None:
+        """The bytes are whole: this is what they are checked by."""
+        self._packed = _pack(self.body, self.offset, self.generation, checksums, meta)
+
+
+def _pack(
+    body: BodyInfo, offset: int, generation: int, sums: tuple[int, ...] = (), meta: bytes = b""
+) -> bytes:
+    """Fixed fields, codec, checksums, meta. Tokens and positions have 32 bits, as on the wire."""
+    b, codec = body, b"" if body.codec == _CODEC else body.codec.encode()
+    shape = b.provenance << _LAYERS_BITS | len(sums)
+    numbers = generation, b.nbytes, offset // ALIGN_BYTES, b.base_position, b.tokens, shape, len(codec)
+    return _FIXED.pack(b.content, b.exact, *numbers) + codec + struct.pack(f"<{len(sums)}Q", *sums) + meta
+
+
+@functools.lru_cache(_BODIES_KEPT)  # a hot body is asked for again and again
+def _unpack_body(packed: bytes) -> BodyInfo:
+    content, exact, _, nbytes, _, base_position, tokens, shape, codec_bytes = _FIXED.unpack_from(packed)
+    codec = packed[_FIXED.size : _FIXED.size + codec_bytes].decode() or _CODEC
+    return BodyInfo(content, exact, tokens, nbytes, Provenance(shape >> _LAYERS_BITS), base_position, codec)
+
+
+def _sums_at(packed: bytes) -> tuple[int, int]:
+    """How many checksums there are, and where they begin."""
+    shape, codec_bytes = _SHAPE.unpack_from(packed, _SHAPE_AT)
+    return shape & (1 << _LAYERS_BITS) - 1, _FIXED.size + codec_bytes
+
+
+def extent_bytes(nbytes: int) -> int:
+    """What a body of `nbytes` takes of the slab: whole pages, at least one."""
+    return -(-max(nbytes, 1) // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(slots=True)
@@ -95,9 +173,10 @@ class HostTier:
             self._free.add(0, self.capacity_bytes)
         self._taken_bytes = 0
         self._generation = 0
-        self._resident: OrderedDict[ExactKey, Slot] = OrderedDict()  # least recently used first
-        self._by_content: dict[ContentKey, dict[ExactKey, Slot]] = {}
+        self._resident = KeyMap()  # exact key -> slot, least recently used first
+        self._by_content = KeyIndex()  # content key -> its slot; where there are several, a tuple of them
         self._others: dict[int, Slot] = {}  # generation -> slot that is reserved or in quarantine
+        self._writers: dict[int, str] = {}  # ... and who writes it
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -113,7 +192,7 @@ class HostTier:
         return self._resident.get(exact)
 
     def by_content(self, content: ContentKey) -> list[Slot]:
-        return list(self._by_content.get(content, {}).values())
+        return list(self._siblings(content))
 
     def resident(self) -> Iterator[Slot]:
         """Resident slots, least recently used first."""
@@ -127,7 +206,7 @@ class HostTier:
     # -- a slot's life ---------------------------------------------------------------------------
 
     def extent_bytes(self, nbytes: int) -> int:
-        return -(-max(nbytes, 1) // ALIGN_BYTES) * ALIGN_BYTES
+        return extent_bytes(nbytes)
 
     def reserve(self, body: BodyInfo, owner: str) -> Slot | None:
         """A slot to write `body` into, or None where something must be evicted first.
@@ -143,9 +222,10 @@ class HostTier:
         if offset is None:
             return None
         self._generation += 1
-        slot = Slot(body, offset, need, self._generation, owner)
+        slot = Slot(body, offset, self._generation)
         self._taken_bytes += need
         self._others[slot.generation] = slot
+        self._writers[slot.generation] = owner
         return slot
 
     def commit(self, slot: Slot, checksums: tuple[int, ...], meta: bytes = b"") -> Slot:
@@ -154,14 +234,15 @@ class HostTier:
         Where another writer was first, theirs stays and this slot is freed.
         """
         self._expect(slot, SlotState.RESERVED)
-        first = self._resident.get(slot.body.exact)
+        first = self._resident.get(slot.exact)
         if first is not None:
             self._release(slot)
             return first
-        del self._others[slot.generation]
-        slot.state, slot.checksums, slot.meta = SlotState.RESIDENT, checksums, meta
-        self._resident[slot.body.exact] = slot
-        self._by_content.setdefault(slot.body.content, {})[slot.body.exact] = slot
+        del self._others[slot.generation], self._writers[slot.generation]
+        slot.fill(checksums, meta)
+        slot.state = SlotState.RESIDENT
+        self._resident[slot.exact] = slot
+        self._by_content[slot.content] = _one_or_all((*self._siblings(slot.content), slot))
         return slot
 
     def abort(self, slot: Slot) -> None:
@@ -219,11 +300,12 @@ class HostTier:
         self._expect(slot, SlotState.RESIDENT)
         if slot.leases:
             raise InvariantError(f"slot {slot.offset} was to be freed under {slot.leases} leases")
-        del self._resident[slot.body.exact]
-        siblings = self._by_content[slot.body.content]
-        del siblings[slot.body.exact]
-        if not siblings:
-            del self._by_content[slot.body.content]
+        del self._resident[slot.exact]
+        others = tuple(s for s in self._siblings(slot.content) if s is not slot)
+        if others:
+            self._by_content[slot.content] = _one_or_all(others)
+        else:
+            del self._by_content[slot.content]
         self._free.add(slot.offset, slot.extent_bytes)
         self._taken_bytes -= slot.extent_bytes
 
@@ -246,16 +328,28 @@ class HostTier:
         if end != self.capacity_bytes:
             raise InvariantError(f"the slab ends at {end}, not at {self.capacity_bytes}")
 
+    def _siblings(self, content: ContentKey) -> tuple[Slot, ...]:
+        """Resident slots of one content key, in the order in which they came."""
+        found = self._by_content.get(content, ())
+        return found if isinstance(found, tuple) else (found,)
+
     def _expect(self, slot: Slot, state: SlotState) -> None:
         known = (
-            self._resident.get(slot.body.exact)
+            self._resident.get(slot.exact)
             if state is SlotState.RESIDENT
             else self._others.get(slot.generation)
         )
         if slot.state is not state or known is not slot:
-            raise InvariantError(f"slot {slot.offset} is {slot.state.value}, expected {state.value}")
+            of = self._writers.get(slot.generation, "nobody")
+            raise InvariantError(
+                f"slot {slot.offset}, which {of} writes, is {slot.state.value}, expected {state.value}"
+            )
 
     def _release(self, slot: Slot) -> None:
-        del self._others[slot.generation]
+        del self._others[slot.generation], self._writers[slot.generation]
         self._free.add(slot.offset, slot.extent_bytes)
         self._taken_bytes -= slot.extent_bytes
+
+
+def _one_or_all(slots: tuple[Slot, ...]) -> Slot | tuple[Slot, ...]:
+    return slots[0] if len(slots) == 1 else slots

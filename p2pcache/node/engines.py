@@ -49,11 +49,19 @@ class EngineDesk:
         return {"answers": [_answer_to_wire(a) for a in answers]}
 
     async def _on_fetch(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        wants = [
-            (body_from_wire(b), tuple(holder_from_wire(h) for h in holders)) for b, holders in body["wants"]
-        ]
-        grants = await self._node.fetch(session, wants, self._deadline_s(body))
-        return {"grants": [_grant_to_wire(g) for g in grants]}
+        raw, deadline_s = body["wants"], self._deadline_s(body)
+        admitted = self._node.waiting.admit(len(raw))
+        try:
+            wants = [
+                (body_from_wire(b), tuple(holder_from_wire(h) for h in holders))
+                for b, holders in raw[:admitted]
+            ]
+            refused = [_grant_to_wire(self._node.refuse(len(raw) - admitted))] * (len(raw) - admitted)
+            raw.clear()  # a decoded message is large, and would otherwise live as long as the slowest pull
+            grants = await self._node.fetch(session, wants, deadline_s)
+        finally:
+            self._node.waiting.leave(admitted)
+        return {"grants": [_grant_to_wire(g) for g in grants] + refused}
 
     async def _on_release(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         for generation in body["generations"]:

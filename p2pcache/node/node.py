@@ -15,6 +15,7 @@ from typing import Any
 
 from p2pcache.config import NodeConfig
 from p2pcache.core.checksum import CorruptBody
+from p2pcache.core.flight import Waiting
 from p2pcache.core.membership import Member, View
 from p2pcache.core.planner import Choice, Costs, plan_chunk
 from p2pcache.core.tiers import Slot
@@ -48,6 +49,8 @@ from p2pcache.types import (
 _log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
 DESCRIPTORS_MAX = 256
+FETCH_BYTES = 4096
+"""What a chunk that is being fetched takes of this process's memory at most: its task, timers and names."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class Node:
         self.puller = Puller(
             config, ports.control, ports.transports, self.residency, self.costs, self.counters
         )
+        self.waiting = Waiting(config.fetch_queue_bytes_max, FETCH_BYTES)
         self.desk = PeerDesk(config, self.residency, self.counters)
         self.heirs = Heir(self.residency, self.puller)
         self.owners = Owners(ports.control, self.shard, self.counters)
@@ -222,6 +226,14 @@ class Node:
         grants = await asyncio.gather(*(self._fetch_one(session, b, h, deadline_s) for b, h in wants))
         self.sight.fetched([body for body, _ in wants], grants, self._loop.time() - started_s)
         return list(grants)
+
+    def refuse(self, count: int) -> Grant:
+        """The answer to as many chunks that were asked for beyond the limit on memory."""
+        grant = Grant(None, Source.RECOMPUTE, miss=Miss.BUSY)
+        if count:
+            self.counters[f"miss_{Miss.BUSY}"] += count
+            self.sight.refused(count, Miss.BUSY)
+        return grant
 
     async def _fetch_one(
         self, session: Session, body: BodyInfo, holders: tuple[Holder, ...], deadline_s: float
@@ -427,6 +439,8 @@ class Node:
             "tickets": len(self.desk.office),
             "sessions": len(self.sessions),
             "pulls_under_way": len(self.puller.flights),
+            "fetch_queue_bytes": self.waiting.nbytes,
+            "pull_line_bytes": self.puller.flights.bytes_in_line,
             "counters": self.counters.snapshot(),
             "ring": self.sight.ring(self.name, self.view),
             "tier_bytes": self.residency.tier_bytes(),

@@ -79,7 +79,9 @@ class Puller:
         self._counters = counters
         self._loop = asyncio.get_running_loop()
         self.flights = Flights(
-            flights_max=config.pulls_in_flight_max, bytes_max=config.pull_bytes_in_flight_max
+            flights_max=config.pulls_in_flight_max,
+            bytes_max=config.pull_bytes_in_flight_max,
+            line_bytes_max=config.pull_line_bytes_max or config.host_bytes_max,
         )
         self._opening: dict[tuple[str, str], _Batch] = {}
         self._closing: dict[str, list[bytes]] = {}
@@ -114,6 +116,8 @@ class Puller:
                     turn: asyncio.Future[Any] = self._loop.create_future()
                     peer = holders[0].node if holders else ""
                     ask = self.flights.ask(body.exact, body.nbytes, peer, turn)
+                    if ask is FlightTicket.BUSY:
+                        return Pulled(None, peer, miss=Miss.BUSY)
                     if ask is not FlightTicket.JOIN:
                         return await self._pilot(body, holders, deadline_s, turn, ask)
                     self._counters["joined"] += 1

@@ -147,6 +147,13 @@ class Sight:
             entry = Missed(self._clock(), "fetch", len(grants), misses, seconds, tuple(peers))
             self._recent_fetches.append(entry)
 
+    def refused(self, chunks: int, why: Miss) -> None:
+        """A fetch, or what of it was over a limit, was answered at once."""
+        self._fetched += chunks
+        misses = {why.value: chunks}
+        self._fetch_misses.update(misses)
+        self._recent_fetches.append(Missed(self._clock(), "fetch", chunks, misses, 0.0))
+
     def reserved(self, answers: Iterable[object]) -> None:
         """A store was answered: slots to write into, `resident`, or reasons for a refusal."""
         for answer in answers:

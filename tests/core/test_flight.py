@@ -5,21 +5,23 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from p2pcache.core.flight import Flights, Ticket
+from p2pcache.core.flight import Flights, Ticket, Waiting
 from p2pcache.types import ExactKey, InvariantError
 
 KEYS = [ExactKey(bytes([i]) * 16) for i in range(8)]
 
 
 class FlightsMachine(RuleBasedStateMachine):
-    @initialize(flights_max=st.integers(1, 4), bytes_max=st.integers(0, 20))
-    def open(self, flights_max: int, bytes_max: int) -> None:
-        self.flights_max, self.bytes_max = flights_max, bytes_max
-        self.flights = Flights(flights_max=flights_max, bytes_max=bytes_max)
+    @initialize(
+        flights_max=st.integers(1, 4), bytes_max=st.integers(0, 20), line_bytes_max=st.integers(0, 60)
+    )
+    def open(self, flights_max: int, bytes_max: int, line_bytes_max: int) -> None:
+        self.flights_max, self.bytes_max, self.line_bytes_max = flights_max, bytes_max, line_bytes_max
+        self.flights = Flights(flights_max=flights_max, bytes_max=bytes_max, line_bytes_max=line_bytes_max)
         self.flying: dict[ExactKey, int] = {}
         self.line: dict[ExactKey, tuple[int, int]] = {}  # key -> (bytes, pilot), in order of asking
         self.passengers: dict[ExactKey, list[int]] = {}
@@ -31,6 +33,9 @@ class FlightsMachine(RuleBasedStateMachine):
         within = sum(self.flying.values()) + nbytes <= self.bytes_max
         return len(self.flying) < self.flights_max and (within or not self.flying)
 
+    def line_bytes(self) -> int:
+        return sum(nbytes for nbytes, _ in self.line.values())
+
     @rule(key=st.sampled_from(KEYS), nbytes=st.integers(0, 30))
     def ask(self, key: ExactKey, nbytes: int) -> None:
         who = next(self.people)
@@ -39,6 +44,9 @@ class FlightsMachine(RuleBasedStateMachine):
             assert ticket is Ticket.JOIN
             self.passengers[key].append(who)
             self.joined += 1
+            return
+        if (self.line or not self.fits(nbytes)) and self.line_bytes() + nbytes > self.line_bytes_max:
+            assert ticket is Ticket.BUSY, "whoever is refused is not in the table"
             return
         self.passengers[key] = []
         if not self.line and self.fits(nbytes):
@@ -84,6 +92,7 @@ class FlightsMachine(RuleBasedStateMachine):
     @invariant()
     def limits_hold_and_nobody_is_forgotten(self) -> None:
         assert self.flights.bytes_in_flight == sum(self.flying.values())
+        assert self.flights.bytes_in_line == self.line_bytes() <= self.line_bytes_max
         assert len(self.flying) <= self.flights_max
         assert self.flights.bytes_in_flight <= self.bytes_max or len(self.flying) == 1
         assert len(self.flights) == len(self.flying) + len(self.line)
@@ -105,7 +114,7 @@ TestFlights = FlightsMachine.TestCase
 
 
 def test_a_body_over_the_limit_flies_alone_rather_than_never():
-    flights = Flights(flights_max=4, bytes_max=10)
+    flights = Flights(flights_max=4, bytes_max=10, line_bytes_max=1000)
     assert flights.ask(KEYS[0], 5, "p", "small") is Ticket.FLY
     assert flights.ask(KEYS[1], 99, "p", "huge") is Ticket.QUEUE
     assert flights.ask(KEYS[2], 1, "p", "tiny") is Ticket.QUEUE, "it must not overtake the huge one"
@@ -114,9 +123,23 @@ def test_a_body_over_the_limit_flies_alone_rather_than_never():
 
 
 def test_those_behind_one_that_leaves_the_line_move_up():
-    flights = Flights(flights_max=4, bytes_max=10)
+    flights = Flights(flights_max=4, bytes_max=10, line_bytes_max=1000)
     flights.ask(KEYS[0], 5, "p", "first")
     flights.ask(KEYS[1], 99, "p", "huge")
     flights.ask(KEYS[1], 99, "q", "huge's passenger")
     flights.ask(KEYS[2], 1, "p", "tiny")
     assert flights.landed(KEYS[1]) == (["huge's passenger"], ["tiny"])
+
+
+@given(st.integers(0, 100), st.integers(1, 10), st.lists(st.integers(0, 12)), st.data())
+def test_those_who_wait_never_take_more_memory_than_they_may(bytes_max, bytes_each, groups, data):
+    waiting, inside = Waiting(bytes_max, bytes_each), []
+    for count in groups:
+        free = bytes_max // bytes_each - sum(inside)
+        inside.append(waiting.admit(count))
+        assert inside[-1] == min(count, free), "as many as there is room for, and no fewer"
+        assert waiting.nbytes == sum(inside) * bytes_each <= bytes_max
+        if data.draw(st.booleans()):
+            waiting.leave(inside.pop(data.draw(st.integers(0, len(inside) - 1))))
+    with pytest.raises(InvariantError):
+        waiting.leave(sum(inside) + 1)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from p2pcache.core.tiers import ALIGN_BYTES, HostTier, Slot, SlotState
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, InvariantError, TierFull
+from p2pcache.types import KEY_BYTES, BodyInfo, ContentKey, ExactKey, InvariantError, Provenance, TierFull
 
 
 def body(number: int, nbytes: int = ALIGN_BYTES) -> BodyInfo:
@@ -234,6 +234,36 @@ def test_looking_is_not_a_use_and_leasing_is():
     assert tier.victim(0).body == body(2)
 
 
+@given(
+    st.builds(
+        BodyInfo,
+        st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES),
+        st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES),
+        st.integers(0, 2**32 - 1),
+        st.integers(0, 2**63 - 1),
+        st.sampled_from(Provenance),
+        st.integers(0, 2**32 - 1),
+        st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=32),
+    ),
+    st.lists(st.integers(0, 2**64 - 1), max_size=1024).map(tuple),
+    st.binary(max_size=64),
+    st.integers(0, 2**32 - 1),
+    st.integers(1, 2**63),
+)
+def test_a_slot_gives_back_what_was_packed_into_it(what, sums, meta, page, generation):
+    slot = Slot(what, page * ALIGN_BYTES, generation)
+    for told, wanted in (((), b""), (sums, meta)):
+        slot.fill(told, wanted)
+        slot.leases += 1
+        assert (slot.body, slot.offset, slot.generation) == (what, page * ALIGN_BYTES, generation)
+        assert (slot.content, slot.exact, slot.nbytes) == (what.content, what.exact, what.nbytes)
+        assert (slot.checksums, slot.meta) == (told, wanted)
+    slot.pinned_until_s, slot.state = 5.0, SlotState.RESIDENT
+    assert (slot.state, slot.leases, slot.pinned_until_s) == (SlotState.RESIDENT, 2, 5.0)
+    slot.leases, slot.pinned_until_s = 0, 0.0
+    assert (slot.state, slot.leases, slot.pinned_until_s) == (SlotState.RESIDENT, 0, 0.0)
+
+
 def test_a_pin_ends_with_its_time():
     tier = HostTier(ALIGN_BYTES)
     filled(tier, 1)
@@ -244,9 +274,10 @@ def test_a_pin_ends_with_its_time():
 
 def test_validate_sees_a_leak_and_an_overlap():
     leaky, overlapping = HostTier(4 * ALIGN_BYTES), HostTier(4 * ALIGN_BYTES)
-    filled(leaky, 1).extent_bytes += ALIGN_BYTES
-    filled(overlapping, 1)
-    filled(overlapping, 2).offset -= ALIGN_BYTES
+    leaky._free.take(ALIGN_BYTES)
+    filled(leaky, 1), filled(overlapping, 1)
+    overlapping._free.add(0, ALIGN_BYTES)
+    filled(overlapping, 2)
     for tier in (leaky, overlapping):
         with pytest.raises(InvariantError):
             tier.validate()
