@@ -5,8 +5,10 @@
 namespace nb = nanobind;
 
 void bind_chunking(nb::module_ &m);
+void bind_keys(nb::module_ &m);
 
 NB_MODULE(_native, m) {
     m.doc() = "The native core of p2pcache. Every function has a Python twin that tests compare it with.";
     bind_chunking(m);
+    bind_keys(m);
 }
