@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,23 @@ import torch
 from p2pcache.core.checksum import checksum_body
 from p2pcache.core.chunking import Chunker, ContentChunker, as_tokens
 from p2pcache.core.keys import ChunkKeys, Namespace, body_key, chunk_keys
+from p2pcache.core.records import (
+    Answer,
+    asked_tokens,
+    check_grants,
+    chosen_alone,
+    leased,
+    pack_asked,
+    pack_bodies,
+    unpack_answers,
+    unpack_grants,
+)
+from p2pcache.core.wire import ANSWER, ASK
 from p2pcache.discovery import find_socket
 from p2pcache.io.link import Link
 from p2pcache.io.streams import Stream, default_stream
-from p2pcache.node.wireform import body_from_wire, body_to_wire, found_from_wire, holder_to_wire
-from p2pcache.results import Fetched, FetchedChunk, Lookup, LookupChunk, Prefetch, Stored
+from p2pcache.node.wireform import body_to_wire
+from p2pcache.results import Fetched, FetchedChunk, Lazy, Lookup, LookupChunk, Prefetch, Stored
 from p2pcache.runs import mark_runs
 from p2pcache.types import (
     BodyInfo,
@@ -180,6 +192,8 @@ class Cache:
         self.namespace = namespace
         self.layout = namespace.layout
         self._key = namespace.key()
+        self._token_bytes = self.layout.body_bytes(1)
+        self._item_bytes = _DTYPES[self.layout.dtype].itemsize
         self._announced: Link | None = None
         self._announce(wait=True)
 
@@ -207,16 +221,17 @@ class Cache:
         started_s = time.perf_counter()
         run = as_tokens(tokens)
         keys = chunk_keys(self._key, run, (chunker or ContentChunker()).spans(run))
-        request = {
-            "chunks": [[k.content, k.exact] for k in keys],
-            "content_reuse": content_reuse,
-            "everywhere": everywhere,
-            "deadline_s": budget_s,
-        }
+        if not keys:
+            return Lookup(run, (), time.perf_counter() - started_s)
         try:
             self._announce(wait=False)
-            answers = self.client._ask("lookup", request, budget_s)["answers"] if keys else []
-            found = [_chunk(k, a) for k, a in zip(keys, answers, strict=True)]
+            asked = pack_asked(keys)
+            reply = self._ask_for(asked, content_reuse, everywhere, budget_s)
+            wants = chosen_alone(reply, asked, [stop - start for start, stop, *_ in keys])
+            if wants is not None:  # nothing to choose, and no objects before somebody looks at them
+                chunks = Lazy(len(keys), lambda: map(_chunk, keys, unpack_answers(reply)))
+                return Lookup(run, chunks, time.perf_counter() - started_s, wants)
+            found = list(map(_chunk, keys, unpack_answers(reply)))
         except (NodeDown, RemoteError) as error:
             miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
             found = [
@@ -248,18 +263,12 @@ class Cache:
         details: dict[int, str] = {}
         for held in self._siblings():
             keys = chunk_keys(held.key(), found.tokens, spans)
-            request = {
-                "chunks": [[k.content, k.exact] for k in keys],
-                "content_reuse": True,
-                "everywhere": True,
-                "deadline_s": budget_s,
-            }
             try:
-                answers = self.client._ask("lookup", request, budget_s)["answers"]
+                answers = unpack_answers(self._ask_for(pack_asked(keys), True, True, budget_s))
             except (NodeDown, RemoteError):
                 break
             for k, answer in zip(keys, answers, strict=True):
-                if answer[4]:
+                if answer.found:
                     details[k.start] = "; ".join(self.namespace.differences(held))
         chunks = tuple(
             dataclasses.replace(c, miss=Miss.LAYOUT, detail=details[c.keys.start])
@@ -273,28 +282,33 @@ class Cache:
 
     def fetch(self, lookup: Lookup, *, budget_s: float = FETCH_BUDGET_S) -> Fetched:
         """Bring what a lookup found into this host's slab. Ownership: see `FetchedChunk`."""
-        wanted = [c for c in lookup.chunks if c.body is not None]
+        chunks, wants = lookup.chunks, lookup.wants
+        asked: Sequence[int] = range(len(chunks))
+        if wants is None:
+            asked = [i for i, c in enumerate(chunks) if c.body is not None]
+            wants = pack_bodies((c.body, _holders(c)) for i in asked if (c := chunks[i]).body is not None)
+        if not asked:
+            return Fetched([_missed(chunks, i, chunks[i].miss) for i in range(len(chunks))], _nothing)
         request = {
-            "wants": [[body_to_wire(c.body), [holder_to_wire(h) for h in _holders(c)]] for c in wanted],
+            "names": wants.names,
+            "wants": wants.bodies,
+            "holders": wants.holders,
             "deadline_s": budget_s,
         }
-        out: dict[int, FetchedChunk] = {}
-        held: list[int] = []
-        link: Link | None = None
         try:
             link = self.client.link()
-            grants = link.call("fetch", request, budget_s)["grants"] if wanted else []
-            held = [grant[3][2] for grant in grants if grant[3] is not None]
-            for c, grant in zip(wanted, grants, strict=True):
-                out[c.keys.start] = self._granted(link, c, grant)
+            reply = link.call("fetch", request, budget_s)
+            held = leased(reply["grants"])
+            check_grants(reply["names"], reply["grants"], len(asked))
+            slab = torch.frombuffer(link.slab.view(0, link.slab.nbytes), dtype=torch.uint8)
         except (NodeDown, RemoteError) as error:
             miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
-            out = {c.keys.start: FetchedChunk(c, None, Source.RECOMPUTE, "", "", miss, 0.0) for c in wanted}
-        chunks = [
-            out.get(c.keys.start) or FetchedChunk(c, None, Source.RECOMPUTE, "", "", c.miss, 0.0)
-            for c in lookup.chunks
-        ]
-        return Fetched(chunks, lambda now: link is not None and link.release(held, now))
+            came = set(asked)
+            missed = [_missed(chunks, i, miss if i in came else chunks[i].miss) for i in range(len(chunks))]
+            return Fetched(missed, _nothing)
+        tokens = asked_tokens(wants) if lookup.wants is wants else [chunks[i].keys.tokens for i in asked]
+        fetched = Lazy(len(chunks), lambda: self._granted(slab, chunks, asked, tokens, reply))
+        return Fetched(fetched, lambda now: link.release(held, now))
 
     def prefetch(
         self, lookup: Lookup, *, stream: Stream | None = None, budget_s: float = FETCH_BUDGET_S
@@ -384,15 +398,51 @@ class Cache:
             if held.model == self.namespace.model and held != self.namespace:
                 yield held
 
-    def _granted(self, link: Link, c: LookupChunk, grant: list[Any]) -> FetchedChunk:
-        source, peer, transport, where, _, miss, seconds = grant
-        if where is None:
-            return FetchedChunk(c, None, Source.RECOMPUTE, peer, transport, Miss(miss), seconds)
-        offset, nbytes, _ = where
-        if nbytes != self.layout.body_bytes(c.keys.tokens):
-            return FetchedChunk(c, None, Source.RECOMPUTE, peer, transport, Miss.LAYOUT, seconds)
-        kv = self._tensor(link, offset, nbytes, c.keys.tokens)
-        return FetchedChunk(c, kv, Source(source), peer, transport, None, seconds)
+    def _ask_for(
+        self, asked: bytes, content_reuse: bool, everywhere: bool, budget_s: float
+    ) -> Mapping[str, Any]:
+        request = {
+            "chunks": asked,
+            "content_reuse": content_reuse,
+            "everywhere": everywhere,
+            "deadline_s": budget_s,
+        }
+        reply = self.client._ask("lookup", request, budget_s)
+        if len(reply["answers"]) // ANSWER.size != len(asked) // ASK.size:
+            raise RemoteError("the node did not answer for every chunk")
+        return reply
+
+    def _granted(
+        self,
+        slab: torch.Tensor,
+        chunks: Sequence[LookupChunk],
+        asked: Sequence[int],
+        tokens: Sequence[int],
+        reply: Mapping[str, Any],
+    ) -> list[FetchedChunk]:
+        """Each chunk after a fetch. slab: all of it, as bytes. asked, tokens: index and length of what was."""
+        flat = slab[: len(slab) // self._item_bytes * self._item_bytes].view(_DTYPES[self.layout.dtype])
+        layers, two, _, heads, dim = self.layout.shape(0)
+        row, nbytes_max = heads * dim, len(slab)
+        out: list[FetchedChunk] = []
+        grants = unpack_grants(reply["names"], reply["grants"])
+        for i, count, grant in zip(asked, tokens, grants, strict=True):
+            while len(out) < i:  # not asked for
+                out.append(_missed(chunks, len(out), chunks[len(out)].miss))
+            source, peer, transport, miss, offset, nbytes, generation, seconds = grant
+            kv = None
+            if generation:
+                body_bytes = count * self._token_bytes
+                if nbytes == body_bytes and offset + nbytes <= nbytes_max and not offset % self._item_bytes:
+                    shape = (layers, two, count, heads, dim)
+                    strides = (two * count * row, count * row, row, dim, 1)
+                    kv = torch.as_strided(flat, shape, strides, offset // self._item_bytes)
+                else:
+                    source, miss = Source.RECOMPUTE, Miss.LAYOUT
+            out.append(FetchedChunk(chunks, i, kv, source, peer, transport, miss, seconds))
+        while len(out) < len(chunks):
+            out.append(_missed(chunks, len(out), chunks[len(out)].miss))
+        return out
 
     def _tensor(self, link: Link, offset: int, nbytes: int, tokens: int) -> torch.Tensor:
         flat = torch.frombuffer(link.slab.view(offset, nbytes), dtype=_DTYPES[self.layout.dtype])
@@ -472,18 +522,16 @@ class Cache:
             return False
 
 
-def _chunk(keys: ChunkKeys, answer: list[Any]) -> LookupChunk:
-    match, source, peer, body, found, cost_s, miss = answer
-    return LookupChunk(
-        keys,
-        Match(match),
-        Source(source),
-        None if body is None else body_from_wire(body),
-        peer,
-        tuple(found_from_wire(f) for f in found),
-        cost_s,
-        Miss(miss) if miss else None,
-    )
+def _chunk(keys: ChunkKeys, a: Answer) -> LookupChunk:
+    return LookupChunk(keys, a.match, a.source, a.body, a.peer, a.found, a.cost_s, a.miss)
+
+
+def _missed(chunks: Sequence[LookupChunk], index: int, miss: Miss | None) -> FetchedChunk:
+    return FetchedChunk(chunks, index, None, Source.RECOMPUTE, "", "", miss, 0.0)
+
+
+def _nothing(now: bool) -> None:
+    """There are no leases to end."""
 
 
 def _holders(c: LookupChunk) -> list[Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from p2pcache.core import records
+from p2pcache.core.records import MISS_CODE, SOURCE_CODE, Bodies, Names, pack_answers, unpack_asked
+from p2pcache.core.wire import GRANT
 from p2pcache.node.node import Answer, Grant, Node
 from p2pcache.node.session import Session
-from p2pcache.node.wireform import body_from_wire, body_to_wire, found_to_wire, holder_from_wire
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, RemoteError, Source
+from p2pcache.node.wireform import body_from_wire
+from p2pcache.types import ExactKey, RemoteError, Source
 
 
 class EngineDesk:
@@ -40,20 +43,21 @@ class EngineDesk:
         return self._loop.time() + max(body["deadline_s"], 0.0)
 
     async def _on_lookup(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
+        chunks = unpack_asked(body["chunks"])
+        at_home = None if body["everywhere"] else self._node.home.lookup(chunks)
+        if at_home is not None:
+            return at_home
         answers = await self._node.lookup(
-            [(ContentKey(c), ExactKey(e)) for c, e in body["chunks"]],
+            chunks,
             content_reuse=body["content_reuse"],
             everywhere=body["everywhere"],
             deadline_s=self._deadline_s(body),
         )
-        return {"answers": [_answer_to_wire(a) for a in answers]}
+        return pack_answers(map(_answer, answers))
 
     async def _on_fetch(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        wants = [
-            (body_from_wire(b), tuple(holder_from_wire(h) for h in holders)) for b, holders in body["wants"]
-        ]
-        grants = await self._node.fetch(session, wants, self._deadline_s(body))
-        return {"grants": [_grant_to_wire(g) for g in grants]}
+        wants = Bodies(body["names"], body["wants"], body["holders"])
+        return _grants_to_wire(await self._node.fetch(session, wants, self._deadline_s(body)))
 
     async def _on_release(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         for generation in body["generations"]:
@@ -103,28 +107,28 @@ class EngineDesk:
         return {}
 
 
-def _answer_to_wire(answer: Answer) -> list[Any]:
+def _answer(answer: Answer) -> records.Answer:
     choice = answer.choice
-    body: BodyInfo | None = choice.body
-    return [
-        choice.match.value,
-        choice.source.value,
-        choice.holders[0].node if choice.holders else "",
-        None if body is None else body_to_wire(body),
-        [found_to_wire(f) for f in answer.found],
-        choice.cost_s,
-        "" if choice.miss is None else choice.miss.value,
-    ]
+    peer = choice.holders[0].node if choice.holders else ""
+    return records.Answer(
+        choice.match, choice.source, peer, choice.miss, choice.body, answer.found, choice.cost_s
+    )
 
 
-def _grant_to_wire(grant: Grant) -> list[Any]:
-    slot, source = grant.slot, grant.source if grant.slot is not None else Source.RECOMPUTE
-    return [
-        source.value,
-        grant.peer,
-        grant.transport,
-        None if slot is None else [slot.offset, slot.nbytes, slot.generation],
-        b"" if slot is None else slot.meta,
-        "" if grant.miss is None else grant.miss.value,
-        grant.seconds,
-    ]
+def _grants_to_wire(grants: Sequence[Grant]) -> dict[str, Any]:
+    names, rows, metas = Names(), [], []
+    for i, g in enumerate(grants):
+        slot = g.slot
+        if slot is None:
+            offset, nbytes, generation, source = 0, 0, 0, Source.RECOMPUTE
+        else:
+            offset, nbytes, generation, source = slot.offset, slot.nbytes, slot.generation, g.source
+            if slot.meta:
+                metas.append([i, slot.meta])
+        peer, transport = names.code(g.peer), names.code(g.transport)
+        rows.append(
+            GRANT.pack(
+                SOURCE_CODE[source], peer, transport, MISS_CODE[g.miss], offset, nbytes, generation, g.seconds
+            )
+        )
+    return {"names": names.texts, "grants": b"".join(rows), "metas": metas}
