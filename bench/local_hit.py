@@ -3,11 +3,11 @@
 The node runs in a process of its own, as in a cluster. One round is what an engine does with a prompt of
 128k tokens: `lookup` (cut, name, ask), `fetch` (leases), the tensor `.kv` of every chunk, `release`.
 
-That no byte of KV is copied is checked and not assumed: each tensor's address must lie within this
-process's mapping of the slab's memfd as the kernel lists it, and the bytes that crossed the socket are counted.
+That no byte of KV is copied is checked and not assumed: each tensor's address must lie within this process's
+mapping of the slab's memfd as the kernel lists it, and the bytes that crossed the socket are counted.
 
-The floor is what remains without the cache: three bare round trips over a unix socket with as many bytes to
-an asyncio peer in another process, naming the chunks, and one `torch.as_strided` a chunk.
+The floor is what remains without the cache: three bare round trips over a unix socket with as many bytes
+to an asyncio peer in another process, naming the chunks, and one `torch.as_strided` a chunk.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from p2pcache.core.checksum import checksum_body
 from p2pcache.core.chunking import Chunker, ContentChunker, as_tokens
 from p2pcache.core.keys import ChunkKeys, Namespace, body_key, chunk_keys
 from p2pcache.core.records import (
-    Answer,
     asked_tokens,
     check_grants,
     chosen_alone,
@@ -37,14 +36,14 @@ from p2pcache.core.records import (
     pack_asked,
     pack_bodies,
     unpack_answers,
-    unpack_grants,
 )
 from p2pcache.core.wire import ANSWER, ASK
 from p2pcache.discovery import find_socket
 from p2pcache.io.link import Link
 from p2pcache.io.streams import Stream, default_stream
 from p2pcache.node.wireform import body_to_wire
-from p2pcache.results import Fetched, FetchedChunk, Lazy, Lookup, LookupChunk, Prefetch, Stored
+from p2pcache.replies import DTYPES, as_missed, fetched_chunks, holders_of, lookup_chunk, slab_bytes
+from p2pcache.results import Fetched, Lazy, Lookup, LookupChunk, Prefetch, SingleChunks, Stored
 from p2pcache.runs import mark_runs
 from p2pcache.types import (
     BodyInfo,
@@ -64,13 +63,6 @@ LOOKUP_BUDGET_S = 0.25
 FETCH_BUDGET_S = 5.0
 _RECONNECT_S = 1.0
 _COMMIT_S = 1.0
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "uint8": torch.uint8,
-}
-_DTYPES |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
 class Client:
@@ -192,8 +184,6 @@ class Cache:
         self.namespace = namespace
         self.layout = namespace.layout
         self._key = namespace.key()
-        self._token_bytes = self.layout.body_bytes(1)
-        self._item_bytes = _DTYPES[self.layout.dtype].itemsize
         self._announced: Link | None = None
         self._announce(wait=True)
 
@@ -229,9 +219,9 @@ class Cache:
             reply = self._ask_for(asked, content_reuse, everywhere, budget_s)
             wants = chosen_alone(reply, asked, [stop - start for start, stop, *_ in keys])
             if wants is not None:  # nothing to choose, and no objects before somebody looks at them
-                chunks = Lazy(len(keys), lambda: map(_chunk, keys, unpack_answers(reply)))
-                return Lookup(run, chunks, time.perf_counter() - started_s, wants)
-            found = list(map(_chunk, keys, unpack_answers(reply)))
+                chunks = SingleChunks(wants, lambda: map(lookup_chunk, keys, unpack_answers(reply)))
+                return Lookup(run, chunks, time.perf_counter() - started_s)
+            found = list(map(lookup_chunk, keys, unpack_answers(reply)))
         except (NodeDown, RemoteError) as error:
             miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
             found = [
@@ -282,32 +272,37 @@ class Cache:
 
     def fetch(self, lookup: Lookup, *, budget_s: float = FETCH_BUDGET_S) -> Fetched:
         """Bring what a lookup found into this host's slab. Ownership: see `FetchedChunk`."""
-        chunks, wants = lookup.chunks, lookup.wants
-        asked: Sequence[int] = range(len(chunks))
-        if wants is None:
+        chunks = lookup.chunks
+        if isinstance(chunks, SingleChunks):
+            asked: Sequence[int] = range(len(chunks))
+            wants, tokens = chunks.wants, asked_tokens(chunks.wants)
+        else:
             asked = [i for i, c in enumerate(chunks) if c.body is not None]
-            wants = pack_bodies((c.body, _holders(c)) for i in asked if (c := chunks[i]).body is not None)
+            wants = pack_bodies((c.body, holders_of(c)) for i in asked if (c := chunks[i]).body is not None)
+            tokens = [chunks[i].keys.tokens for i in asked]
         if not asked:
-            return Fetched([_missed(chunks, i, chunks[i].miss) for i in range(len(chunks))], _nothing)
+            return Fetched([as_missed(chunks, i, chunks[i].miss) for i in range(len(chunks))], _nothing)
         request = {
             "names": wants.names,
             "wants": wants.bodies,
             "holders": wants.holders,
             "deadline_s": budget_s,
         }
+        link, held = None, []
         try:
             link = self.client.link()
             reply = link.call("fetch", request, budget_s)
             held = leased(reply["grants"])
             check_grants(reply["names"], reply["grants"], len(asked))
-            slab = torch.frombuffer(link.slab.view(0, link.slab.nbytes), dtype=torch.uint8)
+            slab = slab_bytes(link.slab)
         except (NodeDown, RemoteError) as error:
+            if link is not None:
+                link.release(held)
             miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
             came = set(asked)
-            missed = [_missed(chunks, i, miss if i in came else chunks[i].miss) for i in range(len(chunks))]
+            missed = [as_missed(chunks, i, miss if i in came else chunks[i].miss) for i in range(len(chunks))]
             return Fetched(missed, _nothing)
-        tokens = asked_tokens(wants) if lookup.wants is wants else [chunks[i].keys.tokens for i in asked]
-        fetched = Lazy(len(chunks), lambda: self._granted(slab, chunks, asked, tokens, reply))
+        fetched = Lazy(len(chunks), lambda: fetched_chunks(self.layout, slab, chunks, asked, tokens, reply))
         return Fetched(fetched, lambda now: link.release(held, now))
 
     def prefetch(
@@ -412,40 +407,8 @@ class Cache:
             raise RemoteError("the node did not answer for every chunk")
         return reply
 
-    def _granted(
-        self,
-        slab: torch.Tensor,
-        chunks: Sequence[LookupChunk],
-        asked: Sequence[int],
-        tokens: Sequence[int],
-        reply: Mapping[str, Any],
-    ) -> list[FetchedChunk]:
-        """Each chunk after a fetch. slab: all of it, as bytes. asked, tokens: index and length of what was."""
-        flat = slab[: len(slab) // self._item_bytes * self._item_bytes].view(_DTYPES[self.layout.dtype])
-        layers, two, _, heads, dim = self.layout.shape(0)
-        row, nbytes_max = heads * dim, len(slab)
-        out: list[FetchedChunk] = []
-        grants = unpack_grants(reply["names"], reply["grants"])
-        for i, count, grant in zip(asked, tokens, grants, strict=True):
-            while len(out) < i:  # not asked for
-                out.append(_missed(chunks, len(out), chunks[len(out)].miss))
-            source, peer, transport, miss, offset, nbytes, generation, seconds = grant
-            kv = None
-            if generation:
-                body_bytes = count * self._token_bytes
-                if nbytes == body_bytes and offset + nbytes <= nbytes_max and not offset % self._item_bytes:
-                    shape = (layers, two, count, heads, dim)
-                    strides = (two * count * row, count * row, row, dim, 1)
-                    kv = torch.as_strided(flat, shape, strides, offset // self._item_bytes)
-                else:
-                    source, miss = Source.RECOMPUTE, Miss.LAYOUT
-            out.append(FetchedChunk(chunks, i, kv, source, peer, transport, miss, seconds))
-        while len(out) < len(chunks):
-            out.append(_missed(chunks, len(out), chunks[len(out)].miss))
-        return out
-
     def _tensor(self, link: Link, offset: int, nbytes: int, tokens: int) -> torch.Tensor:
-        flat = torch.frombuffer(link.slab.view(offset, nbytes), dtype=_DTYPES[self.layout.dtype])
+        flat = torch.frombuffer(link.slab.view(offset, nbytes), dtype=DTYPES[self.layout.dtype])
         return flat.view(self.layout.shape(tokens))
 
     def body(self, chunk: ChunkKeys, provenance: Provenance) -> BodyInfo:
@@ -459,7 +422,7 @@ class Cache:
         shape = tuple(kv.shape)
         if len(shape) != 5 or (shape[0], shape[1], shape[3], shape[4]) != (layers, two, heads, dim):
             raise LayoutError(f"kv is {list(shape)}, expected [{layers}, 2, tokens, {heads}, {dim}]")
-        if kv.dtype is not _DTYPES[self.layout.dtype]:
+        if kv.dtype is not DTYPES[self.layout.dtype]:
             raise LayoutError(f"kv is {kv.dtype}, its namespace says {self.layout.dtype}")
         if kv.device.type == "meta":
             raise LayoutError("kv is on the meta device: it has no bytes")
@@ -522,21 +485,5 @@ class Cache:
             return False
 
 
-def _chunk(keys: ChunkKeys, a: Answer) -> LookupChunk:
-    return LookupChunk(keys, a.match, a.source, a.body, a.peer, a.found, a.cost_s, a.miss)
-
-
-def _missed(chunks: Sequence[LookupChunk], index: int, miss: Miss | None) -> FetchedChunk:
-    return FetchedChunk(chunks, index, None, Source.RECOMPUTE, "", "", miss, 0.0)
-
-
 def _nothing(now: bool) -> None:
     """There are no leases to end."""
-
-
-def _holders(c: LookupChunk) -> list[Any]:
-    """Who to ask for the chosen body: the planner's choice first."""
-    for found in c.found:
-        if c.body is not None and found.body.exact == c.body.exact:
-            return sorted(found.holders, key=lambda h: (h.node != c.peer, h.tier, h.node))
-    return []

@@ -72,17 +72,26 @@ class Lazy(Sequence[T]):
         return self._length
 
 
+class SingleChunks(Lazy[LookupChunk]):
+    """Chunks of a lookup of which each one's exact body is known at one holder, and no other.
+
+    wants: what a fetch of them asks for, already in wire form.
+    """
+
+    __slots__ = ("wants",)
+
+    def __init__(self, wants: Bodies, make: Callable[[], Iterable[LookupChunk]]):
+        super().__init__(wants.count, make)
+        self.wants = wants
+
+
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The chunks of one prompt, in order, without gaps.
-
-    wants: what a fetch asks for, already in wire form; None: to be packed from `chunks`.
-    """
+    """The chunks of one prompt, in order, without gaps."""
 
     tokens: np.ndarray
     chunks: Sequence[LookupChunk]
     seconds: float
-    wants: Bodies | None = field(default=None, repr=False, compare=False)
 
     @property
     def exact_tokens(self) -> int:

@@ -20,12 +20,13 @@ value is out of bounds or the tables do not add up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from p2pcache.core.keys import ChunkKeys
+from p2pcache.core.tiers import Slot
 from p2pcache.core.wire import ANSWER, ASK, GRANT, HOLDER_RECORD, HOLDERS_MAX, WANT, WireError
 from p2pcache.types import (
     BodyInfo,
@@ -45,6 +46,7 @@ MATCHES, SOURCES = tuple(Match), tuple(Source)
 MISSES: tuple[Miss | None, ...] = (None, *Miss)
 MATCH_CODE = {match: code for code, match in enumerate(MATCHES)}
 SOURCE_CODE = {source: code for code, source in enumerate(SOURCES)}
+_LOCAL = SOURCE_CODE[Source.LOCAL]
 MISS_CODE = {miss: code for code, miss in enumerate(MISSES)}
 _WANT_FIELDS = np.dtype(
     [
@@ -114,9 +116,9 @@ class Bodies(NamedTuple):
 
     def found(self) -> list[Found]:
         """As objects. Raises WireError."""
-        holders = HOLDER_RECORD.iter_unpack(self.holders)
-        names, out = self.names, []
+        names, out, at = self.names, [], 0
         try:
+            holders = _holders(self.holders, names)
             for content, exact, tokens, nbytes, provenance, base, codec, count in WANT.iter_unpack(
                 self.bodies
             ):
@@ -131,10 +133,12 @@ class Bodies(NamedTuple):
                     base,
                     names[codec],
                 )
-                out.append(Found(body, tuple([_holder(next(holders), names) for _ in range(count)])))
-        except (ValueError, IndexError, StopIteration) as error:
+                out.append(Found(body, tuple(holders[at : at + count])))
+                at += count
+        except (ValueError, IndexError) as error:
             raise WireError(f"not a table of bodies: {error!r}") from None
-        _at_end(holders, "holders")
+        if at != len(holders):
+            raise WireError(f"{at} holders were spoken of, and there are {len(holders)}")
         return out
 
 
@@ -197,18 +201,19 @@ def pack_answers(answers: Iterable[Answer]) -> dict[str, Any]:
 def unpack_answers(reply: Mapping[str, Any]) -> list[Answer]:
     """The answers of a lookup's reply. Raises WireError."""
     names = reply["names"]
-    found = iter(Bodies(names, reply["found"], reply["holders"]).found())
-    out = []
+    found = Bodies(names, reply["found"], reply["holders"]).found()
+    out, at = [], 0
     try:
         for match, source, peer, miss, chosen, count, cost_s in ANSWER.iter_unpack(reply["answers"]):
-            known = tuple([next(found) for _ in range(count)])
+            known = tuple(found[at : at + count])
+            at += count
             body = None if chosen == NONE else known[chosen].body
-            out.append(
-                Answer(MATCHES[match], SOURCES[source], names[peer], MISSES[miss], body, known, cost_s)
-            )
-    except (IndexError, StopIteration) as error:
+            plan = MATCHES[match], SOURCES[source], names[peer], MISSES[miss]
+            out.append(Answer(*plan, body, known, cost_s))
+    except IndexError as error:
         raise WireError(f"not a table of answers: {error!r}") from None
-    _at_end(found, "bodies")
+    if at != len(found):
+        raise WireError(f"{at} bodies were spoken of, and there are {len(found)}")
     return out
 
 
@@ -231,8 +236,11 @@ class HomeAnswers:
         """The next chunk's body, when no other is known under its content key."""
         self.tokens += body.tokens
         self._answers.append(self._alone)
-        self._found.append(pack_body(body, self._names, 1))
         self._holders.append(self._holder)
+        b, codec = body, self._names.code(body.codec)
+        self._found.append(
+            WANT.pack(b.content, b.exact, b.tokens, b.nbytes, b.provenance, b.base_position, codec, 1)
+        )
 
     def add_among(self, found: Sequence[Found]) -> None:
         """The next chunk's body, first of several."""
@@ -261,7 +269,8 @@ def chosen_alone(reply: Mapping[str, Any], asked: bytes, tokens: Sequence[int]) 
     """
     names, answers, found, holders = reply["names"], reply["answers"], reply["found"], reply["holders"]
     count = len(asked) // ASK.size
-    if len(found) != count * WANT.size or len(holders) != count * HOLDER_RECORD.size:
+    sizes = len(answers) // ANSWER.size, len(found) // WANT.size, len(holders) // HOLDER_RECORD.size
+    if not count or sizes != (count, count, count):
         return None
     first, holder = answers[: ANSWER.size], holders[: HOLDER_RECORD.size]
     if answers != first * count or holders != holder * count:
@@ -274,7 +283,7 @@ def chosen_alone(reply: Mapping[str, Any], asked: bytes, tokens: Sequence[int]) 
         return None
     rows = np.frombuffer(found, _WANT_FIELDS)
     sound = (
-        np.array_equal(rows["keys"], np.frombuffer(asked, "V32"))
+        rows["keys"].tobytes() == asked
         and np.array_equal(rows["tokens"], tokens)
         and (rows["holders"] == 1).all()
         and rows["provenance"].max() <= max(Provenance)
@@ -283,6 +292,11 @@ def chosen_alone(reply: Mapping[str, Any], asked: bytes, tokens: Sequence[int]) 
         and max(rows["tokens"].max(), rows["base_position"].max()) < 2**31
     )
     return Bodies(names, found, holders) if sound else None
+
+
+def pack_leased(slot: Slot) -> bytes:
+    """The grant of a slot that lay at hand."""
+    return GRANT.pack(_LOCAL, 0, 0, 0, slot.offset, slot.body.nbytes, slot.generation, 0.0)
 
 
 class GrantRow(NamedTuple):
@@ -298,11 +312,14 @@ class GrantRow(NamedTuple):
     seconds: float
 
 
-def unpack_grants(names: Sequence[str], grants: bytes) -> Iterator[GrantRow]:
+def unpack_grants(names: Sequence[str], grants: bytes) -> list[GrantRow]:
     """The rows of a fetch's reply. Raises WireError."""
+    new = tuple.__new__  # half the time of calling the class
     try:
-        for source, peer, transport, miss, *rest in GRANT.iter_unpack(grants):
-            yield GrantRow(SOURCES[source], names[peer], names[transport], MISSES[miss], *rest)
+        return [
+            new(GrantRow, (SOURCES[source], names[peer], names[transport], MISSES[miss], *rest))
+            for source, peer, transport, miss, *rest in GRANT.iter_unpack(grants)
+        ]
     except IndexError:
         raise WireError("a grant names what there is not") from None
 
@@ -327,13 +344,15 @@ def check_grants(names: Sequence[str], grants: bytes, count: int) -> None:
         raise WireError("a grant names what there is not")
 
 
-def _holder(row: tuple[int, int, int], names: Sequence[str]) -> Holder:
-    name, incarnation, tier = row
-    if incarnation >> 63:
-        raise WireError("an incarnation is out of bounds")
-    return Holder(names[name], incarnation, Tier(tier))
-
-
-def _at_end(rest: Iterator[object], of: str) -> None:
-    if next(rest, None) is not None:
-        raise WireError(f"there are more {of} than were spoken of")
+def _holders(table: bytes, names: Sequence[str]) -> list[Holder]:
+    made: dict[tuple[int, ...], Holder] = {}  # the same few, many times
+    out = []
+    for row in HOLDER_RECORD.iter_unpack(table):
+        holder = made.get(row)
+        if holder is None:
+            name, incarnation, tier = row
+            if incarnation >> 63:
+                raise WireError("an incarnation is out of bounds")
+            holder = made[row] = Holder(names[name], incarnation, Tier(tier))
+        out.append(holder)
+    return out

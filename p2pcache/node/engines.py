@@ -7,7 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from p2pcache.core import records
-from p2pcache.core.records import MISS_CODE, SOURCE_CODE, Bodies, Names, pack_answers, unpack_asked
+from p2pcache.core.records import (
+    MISS_CODE,
+    SOURCE_CODE,
+    Bodies,
+    Names,
+    pack_answers,
+    pack_leased,
+    unpack_asked,
+)
+from p2pcache.core.tiers import Slot
 from p2pcache.core.wire import GRANT
 from p2pcache.node.node import Answer, Grant, Node
 from p2pcache.node.session import Session
@@ -115,20 +124,20 @@ def _answer(answer: Answer) -> records.Answer:
     )
 
 
-def _grants_to_wire(grants: Sequence[Grant]) -> dict[str, Any]:
+def _grants_to_wire(grants: Sequence[Slot | Grant]) -> dict[str, Any]:
     names, rows, metas = Names(), [], []
-    for i, g in enumerate(grants):
-        slot = g.slot
-        if slot is None:
-            offset, nbytes, generation, source = 0, 0, 0, Source.RECOMPUTE
-        else:
-            offset, nbytes, generation, source = slot.offset, slot.nbytes, slot.generation, g.source
-            if slot.meta:
-                metas.append([i, slot.meta])
-        peer, transport = names.code(g.peer), names.code(g.transport)
-        rows.append(
-            GRANT.pack(
-                SOURCE_CODE[source], peer, transport, MISS_CODE[g.miss], offset, nbytes, generation, g.seconds
-            )
-        )
+    for i, grant in enumerate(grants):
+        slot = grant if isinstance(grant, Slot) else grant.slot
+        if slot is not None and slot.meta:
+            metas.append([i, slot.meta])
+        rows.append(pack_leased(grant) if isinstance(grant, Slot) else _grant(grant, names))
     return {"names": names.texts, "grants": b"".join(rows), "metas": metas}
+
+
+def _grant(g: Grant, names: Names) -> bytes:
+    if g.slot is None:
+        source, place = Source.RECOMPUTE, (0, 0, 0)
+    else:
+        source, place = g.source, (g.slot.offset, g.slot.nbytes, g.slot.generation)
+    peer, transport = names.code(g.peer), names.code(g.transport)
+    return GRANT.pack(SOURCE_CODE[source], peer, transport, MISS_CODE[g.miss], *place, g.seconds)

@@ -216,22 +216,22 @@ class Node:
 
     # -- fetch -----------------------------------------------------------------------------------
 
-    async def fetch(self, session: Session, wants: Bodies, deadline_s: float) -> list[Grant]:
+    async def fetch(self, session: Session, wants: Bodies, deadline_s: float) -> list[Slot | Grant]:
         """Have bodies in this node's slab, leased to the engine. Never raises for a fault.
 
-        Raises RemoteError where `wants` is no table of bodies.
+        What lay in the host tier anyhow comes as its slot, everything else as a grant. Raises RemoteError
+        where `wants` is no table of bodies.
         """
         started_s = self._loop.time()
         # 1. What the host tier has, at once.
         at_home = self.home.lease(session, wants)
         slots = [slot for slot in at_home if slot is not None]
         seconds = self._loop.time() - started_s
-        local = [Grant(slot, Source.LOCAL, "", "", None, seconds) for slot in slots]
         self.counters["served_local"] += len(slots)
-        self.counters["bytes_local"] += sum([slot.nbytes for slot in slots])
+        self.counters["bytes_local"] += sum([slot.body.nbytes for slot in slots])
         self._loop.call_soon(self.sight.fetched_at_home, slots, seconds)  # behind the answer
         if len(slots) == len(at_home):
-            return local
+            return list(slots)
         # 2. Everything else, all in parallel.
         try:
             found = wants.found()
@@ -245,8 +245,8 @@ class Node:
         )
         seconds = self._loop.time() - started_s
         self.sight.fetched([f.body for f in rest], brought, seconds, chunks=wants.count)
-        here, there = iter(local), iter(brought)
-        return [next(there) if slot is None else next(here) for slot in at_home]
+        there = iter(brought)
+        return [next(there) if slot is None else slot for slot in at_home]
 
     async def _fetch_one(
         self, session: Session, body: BodyInfo, holders: tuple[Holder, ...], deadline_s: float
