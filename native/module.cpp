@@ -9,6 +9,7 @@ void bind_chunking(nb::module_ &m);
 void bind_directory(nb::module_ &m);
 void bind_key_map(nb::module_ &m);
 void bind_uring(nb::module_ &m);
+void bind_keys(nb::module_ &m);
 
 NB_MODULE(_native, m) {
     m.doc() = "The native core of p2pcache. Every function has a Python twin that tests compare it with.";
@@ -17,4 +18,5 @@ NB_MODULE(_native, m) {
     bind_directory(m);
     bind_key_map(m);
     bind_uring(m);
+    bind_keys(m);
 }

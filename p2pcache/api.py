@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +28,22 @@ import torch
 from p2pcache.core.checksum import checksum_body
 from p2pcache.core.chunking import Chunker, ContentChunker, as_tokens
 from p2pcache.core.keys import ChunkKeys, Namespace, body_key, chunk_keys
+from p2pcache.core.records import (
+    asked_tokens,
+    check_grants,
+    chosen_alone,
+    leased,
+    pack_asked,
+    pack_bodies,
+    unpack_answers,
+)
+from p2pcache.core.wire import ANSWER, ASK
 from p2pcache.discovery import find_socket
 from p2pcache.io.link import Link
 from p2pcache.io.streams import Stream, default_stream
-from p2pcache.node.wireform import body_from_wire, body_to_wire, found_from_wire, holder_to_wire
-from p2pcache.results import Fetched, FetchedChunk, Lookup, LookupChunk, Prefetch, Stored
+from p2pcache.node.wireform import body_to_wire
+from p2pcache.replies import DTYPES, as_missed, fetched_chunks, holders_of, lookup_chunk, slab_bytes
+from p2pcache.results import Fetched, Lazy, Lookup, LookupChunk, Prefetch, SingleChunks, Stored
 from p2pcache.runs import mark_runs
 from p2pcache.types import (
     BodyInfo,
@@ -52,13 +63,6 @@ LOOKUP_BUDGET_S = 0.25
 FETCH_BUDGET_S = 5.0
 _RECONNECT_S = 1.0
 _COMMIT_S = 1.0
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "uint8": torch.uint8,
-}
-_DTYPES |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
 class Client:
@@ -207,16 +211,17 @@ class Cache:
         started_s = time.perf_counter()
         run = as_tokens(tokens)
         keys = chunk_keys(self._key, run, (chunker or ContentChunker()).spans(run))
-        request = {
-            "chunks": [[k.content, k.exact] for k in keys],
-            "content_reuse": content_reuse,
-            "everywhere": everywhere,
-            "deadline_s": budget_s,
-        }
+        if not keys:
+            return Lookup(run, (), time.perf_counter() - started_s)
         try:
             self._announce(wait=False)
-            answers = self.client._ask("lookup", request, budget_s)["answers"] if keys else []
-            found = [_chunk(k, a) for k, a in zip(keys, answers, strict=True)]
+            asked = pack_asked(keys)
+            reply = self._ask_for(asked, content_reuse, everywhere, budget_s)
+            wants = chosen_alone(reply, asked, [stop - start for start, stop, *_ in keys])
+            if wants is not None:  # nothing to choose, and no objects before somebody looks at them
+                chunks = SingleChunks(wants, lambda: map(lookup_chunk, keys, unpack_answers(reply)))
+                return Lookup(run, chunks, time.perf_counter() - started_s)
+            found = list(map(lookup_chunk, keys, unpack_answers(reply)))
         except (NodeDown, RemoteError) as error:
             miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
             found = [
@@ -248,18 +253,12 @@ class Cache:
         details: dict[int, str] = {}
         for held in self._siblings():
             keys = chunk_keys(held.key(), found.tokens, spans)
-            request = {
-                "chunks": [[k.content, k.exact] for k in keys],
-                "content_reuse": True,
-                "everywhere": True,
-                "deadline_s": budget_s,
-            }
             try:
-                answers = self.client._ask("lookup", request, budget_s)["answers"]
+                answers = unpack_answers(self._ask_for(pack_asked(keys), True, True, budget_s))
             except (NodeDown, RemoteError):
                 break
             for k, answer in zip(keys, answers, strict=True):
-                if answer[4]:
+                if answer.found:
                     details[k.start] = "; ".join(self.namespace.differences(held))
         chunks = tuple(
             dataclasses.replace(c, miss=Miss.LAYOUT, detail=details[c.keys.start])
@@ -273,28 +272,38 @@ class Cache:
 
     def fetch(self, lookup: Lookup, *, budget_s: float = FETCH_BUDGET_S) -> Fetched:
         """Bring what a lookup found into this host's slab. Ownership: see `FetchedChunk`."""
-        wanted = [c for c in lookup.chunks if c.body is not None]
+        chunks = lookup.chunks
+        if isinstance(chunks, SingleChunks):
+            asked: Sequence[int] = range(len(chunks))
+            wants, tokens = chunks.wants, asked_tokens(chunks.wants)
+        else:
+            asked = [i for i, c in enumerate(chunks) if c.body is not None]
+            wants = pack_bodies((c.body, holders_of(c)) for i in asked if (c := chunks[i]).body is not None)
+            tokens = [chunks[i].keys.tokens for i in asked]
+        if not asked:
+            return Fetched([as_missed(chunks, i, chunks[i].miss) for i in range(len(chunks))], _nothing)
         request = {
-            "wants": [[body_to_wire(c.body), [holder_to_wire(h) for h in _holders(c)]] for c in wanted],
+            "names": wants.names,
+            "wants": wants.bodies,
+            "holders": wants.holders,
             "deadline_s": budget_s,
         }
-        out: dict[int, FetchedChunk] = {}
-        held: list[int] = []
-        link: Link | None = None
+        link, held = None, []
         try:
             link = self.client.link()
-            grants = link.call("fetch", request, budget_s)["grants"] if wanted else []
-            held = [grant[3][2] for grant in grants if grant[3] is not None]
-            for c, grant in zip(wanted, grants, strict=True):
-                out[c.keys.start] = self._granted(link, c, grant)
+            reply = link.call("fetch", request, budget_s)
+            held = leased(reply["grants"])
+            check_grants(reply["names"], reply["grants"], len(asked))
+            slab = slab_bytes(link.slab)
         except (NodeDown, RemoteError) as error:
+            if link is not None:
+                link.release(held)
             miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
-            out = {c.keys.start: FetchedChunk(c, None, Source.RECOMPUTE, "", "", miss, 0.0) for c in wanted}
-        chunks = [
-            out.get(c.keys.start) or FetchedChunk(c, None, Source.RECOMPUTE, "", "", c.miss, 0.0)
-            for c in lookup.chunks
-        ]
-        return Fetched(chunks, lambda now: link is not None and link.release(held, now))
+            came = set(asked)
+            missed = [as_missed(chunks, i, miss if i in came else chunks[i].miss) for i in range(len(chunks))]
+            return Fetched(missed, _nothing)
+        fetched = Lazy(len(chunks), lambda: fetched_chunks(self.layout, slab, chunks, asked, tokens, reply))
+        return Fetched(fetched, lambda now: link.release(held, now))
 
     def prefetch(
         self, lookup: Lookup, *, stream: Stream | None = None, budget_s: float = FETCH_BUDGET_S
@@ -310,11 +319,9 @@ class Cache:
             return self.fetch(lookup, budget_s=max(by_s - time.monotonic(), 0.0))
 
         def refused() -> Fetched:
-            missed = (
-                FetchedChunk(c, None, Source.RECOMPUTE, "", "", c.miss or Miss.BUSY, 0.0)
-                for c in lookup.chunks
-            )
-            return Fetched(tuple(missed), lambda now: None)
+            chunks = lookup.chunks
+            missed = [as_missed(chunks, i, c.miss or Miss.BUSY) for i, c in enumerate(chunks)]
+            return Fetched(missed, _nothing)
 
         streams, layers = stream or default_stream(), self.layout.layers
         return Prefetch(fetch, layers, streams, len(lookup.chunks), refused)
@@ -396,18 +403,22 @@ class Cache:
             if held.model == self.namespace.model and held != self.namespace:
                 yield held
 
-    def _granted(self, link: Link, c: LookupChunk, grant: list[Any]) -> FetchedChunk:
-        source, peer, transport, where, _, miss, seconds = grant
-        if where is None:
-            return FetchedChunk(c, None, Source.RECOMPUTE, peer, transport, Miss(miss), seconds)
-        offset, nbytes, _ = where
-        if nbytes != self.layout.body_bytes(c.keys.tokens):
-            return FetchedChunk(c, None, Source.RECOMPUTE, peer, transport, Miss.LAYOUT, seconds)
-        kv = self._tensor(link, offset, nbytes, c.keys.tokens)
-        return FetchedChunk(c, kv, Source(source), peer, transport, None, seconds)
+    def _ask_for(
+        self, asked: bytes, content_reuse: bool, everywhere: bool, budget_s: float
+    ) -> Mapping[str, Any]:
+        request = {
+            "chunks": asked,
+            "content_reuse": content_reuse,
+            "everywhere": everywhere,
+            "deadline_s": budget_s,
+        }
+        reply = self.client._ask("lookup", request, budget_s)
+        if len(reply["answers"]) // ANSWER.size != len(asked) // ASK.size:
+            raise RemoteError("the node did not answer for every chunk")
+        return reply
 
     def _tensor(self, link: Link, offset: int, nbytes: int, tokens: int) -> torch.Tensor:
-        flat = torch.frombuffer(link.slab.view(offset, nbytes), dtype=_DTYPES[self.layout.dtype])
+        flat = torch.frombuffer(link.slab.view(offset, nbytes), dtype=DTYPES[self.layout.dtype])
         return flat.view(self.layout.shape(tokens))
 
     def body(self, chunk: ChunkKeys, provenance: Provenance) -> BodyInfo:
@@ -421,7 +432,7 @@ class Cache:
         shape = tuple(kv.shape)
         if len(shape) != 5 or (shape[0], shape[1], shape[3], shape[4]) != (layers, two, heads, dim):
             raise LayoutError(f"kv is {list(shape)}, expected [{layers}, 2, tokens, {heads}, {dim}]")
-        if kv.dtype is not _DTYPES[self.layout.dtype]:
+        if kv.dtype is not DTYPES[self.layout.dtype]:
             raise LayoutError(f"kv is {kv.dtype}, its namespace says {self.layout.dtype}")
         if kv.device.type == "meta":
             raise LayoutError("kv is on the meta device: it has no bytes")
@@ -484,23 +495,5 @@ class Cache:
             return False
 
 
-def _chunk(keys: ChunkKeys, answer: list[Any]) -> LookupChunk:
-    match, source, peer, body, found, cost_s, miss = answer
-    return LookupChunk(
-        keys,
-        Match(match),
-        Source(source),
-        None if body is None else body_from_wire(body),
-        peer,
-        tuple(found_from_wire(f) for f in found),
-        cost_s,
-        Miss(miss) if miss else None,
-    )
-
-
-def _holders(c: LookupChunk) -> list[Any]:
-    """Who to ask for the chosen body: the planner's choice first."""
-    for found in c.found:
-        if c.body is not None and found.body.exact == c.body.exact:
-            return sorted(found.holders, key=lambda h: (h.node != c.peer, h.tier, h.node))
-    return []
+def _nothing(now: bool) -> None:
+    """There are no leases to end."""

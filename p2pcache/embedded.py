@@ -25,6 +25,7 @@ from p2pcache.config import GIB, NodeConfig
 from p2pcache.core.checksum import checksum_body
 from p2pcache.core.keys import Namespace, named_key
 from p2pcache.core.layout import KVLayout
+from p2pcache.core.records import pack_bodies, unpack_grants
 from p2pcache.core.wire import META_BYTES_MAX
 from p2pcache.io.link import Link
 from p2pcache.io.store_device import DeviceStore
@@ -148,22 +149,24 @@ class KVCacheManager:
         target = torch.device(device or (self._device.device if self._device is not None else "cpu"))
         if self._device is not None and (kept := self._device.get(body.exact)) is not None:
             return map_tensors(kept, lambda t: t.to(target, copy=True))
-        wants = {"wants": [[body_to_wire(body), []]], "deadline_s": _BUDGET_S}
+        wants = pack_bodies([(body, ())])
+        request = {"names": wants.names, "wants": wants.bodies, "holders": b"", "deadline_s": _BUDGET_S}
         try:
             link = self.client.link()
-            _, _, _, where, meta, miss, _ = link.call("fetch", wants, _BUDGET_S)["grants"][0]
+            reply = link.call("fetch", request, _BUDGET_S)
+            (grant,) = unpack_grants(reply["names"], reply["grants"])
         except (NodeDown, RemoteError):
             return None
-        if where is None:
-            if miss == Miss.HOLDER_GONE:  # for good; any other reason may pass
+        if not grant.generation:
+            if grant.miss is Miss.HOLDER_GONE:  # for good; any other reason may pass
                 if self._current.get(key) is body:  # and not a newer one, put meanwhile
                     del self._current[key]
             return None
-        offset, nbytes, generation = where
+        ((_, meta),) = reply["metas"]
         try:
-            value = unpack(msgpack.unpackb(meta), link.slab.view(offset, nbytes), target)
+            value = unpack(msgpack.unpackb(meta), link.slab.view(grant.offset, grant.nbytes), target)
         finally:
-            link.notify("release", {"generations": [generation]})
+            link.notify("release", {"generations": [grant.generation]})
         if self._device is not None:
             self._device.put(body.exact, value)
         return value

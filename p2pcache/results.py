@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from p2pcache.core.keys import ChunkKeys
+from p2pcache.core.records import Bodies
 from p2pcache.io.streams import Event, Stream
 from p2pcache.types import BodyInfo, Found, Match, Miss, Source
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +44,53 @@ class LookupChunk:
     follows: bool = False
 
 
+class Lazy(Sequence[T]):
+    """A tuple that is made when it is first looked at: the objects of hundreds of chunks take a while."""
+
+    __slots__ = ("_items", "_length", "_make")
+
+    def __init__(self, length: int, make: Callable[[], Iterable[T]]):
+        self._length = length
+        self._make: Callable[[], Iterable[T]] | None = make
+        self._items: tuple[T, ...] | None = None
+
+    def _made(self) -> tuple[T, ...]:
+        make = self._make
+        if self._items is None and make is not None:  # two threads may both make it, and the last one stays
+            self._items = tuple(make())
+            self._make = None  # and what it held on to
+        assert self._items is not None
+        return self._items
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._made()[index]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self._made())
+
+    def __len__(self) -> int:
+        return self._length
+
+
+class SingleChunks(Lazy[LookupChunk]):
+    """Chunks of a lookup of which each one's exact body is known at one holder, and no other.
+
+    wants: what a fetch of them asks for, already in wire form.
+    """
+
+    __slots__ = ("wants",)
+
+    def __init__(self, wants: Bodies, make: Callable[[], Iterable[LookupChunk]]):
+        super().__init__(wants.count, make)
+        self.wants = wants
+
+
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """The chunks of one prompt, in order, without gaps."""
 
     tokens: np.ndarray
-    chunks: tuple[LookupChunk, ...]
+    chunks: Sequence[LookupChunk]
     seconds: float
 
     @property
@@ -66,16 +110,17 @@ class Lookup:
         return len(self.tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class FetchedChunk:
+class FetchedChunk(NamedTuple):
     """One chunk after a fetch.
 
+    chunks, index: where the lookup's word on it stands, see `found`.
     kv: `[layers, 2, tokens, kv_heads, head_dim]` in the namespace's dtype, K rotated for
     `found.body.base_position`; a view of the node's slab, not a copy: read it, never write it, and
     only until the `Fetched` is released. None: not fetched, `miss` says why.
     """
 
-    found: LookupChunk
+    chunks: Sequence[LookupChunk]
+    index: int
     kv: torch.Tensor | None
     source: Source
     peer: str
@@ -83,18 +128,30 @@ class FetchedChunk:
     miss: Miss | None
     seconds: float
 
+    @property
+    def found(self) -> LookupChunk:
+        """What the lookup said of this chunk."""
+        return self.chunks[self.index]
+
+    def __repr__(self) -> str:  # without all the other chunks
+        miss = f", miss={self.miss.value}" if self.miss is not None else ""
+        return f"<FetchedChunk {self.index} of {len(self.chunks)}, {self.source.value}{miss}>"
+
 
 class Fetched(Sequence[FetchedChunk]):
     """Fetched chunks and the leases under them. Release it, or use it in a `with` block."""
 
     def __init__(self, chunks: Sequence[FetchedChunk], release: Callable[[bool], None]):
         """release: ends the leases, now or (False) with the next message to the node."""
-        self._chunks = tuple(chunks)
+        self._chunks = chunks
         self._release = release
         self._released = threading.Lock()
 
     def __getitem__(self, index: Any) -> Any:
         return self._chunks[index]
+
+    def __iter__(self) -> Iterator[FetchedChunk]:
+        return iter(self._chunks)
 
     def __len__(self) -> int:
         return len(self._chunks)

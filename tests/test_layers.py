@@ -25,7 +25,7 @@ LAYERS = (
     {"node"},
     {"runtime"},
     {"metrics", "metrics_ray", "dashboard"},
-    {"results", "runs", "discovery", "api", "embedded", "actor", ""},  # "": the package itself
+    {"results", "replies", "runs", "discovery", "api", "embedded", "actor", ""},  # "": the package itself
     {"supervisor", "mesh"},
     {"blend"},
     {"integrations", "demo", "serve", "top", "remote", "doctor"},

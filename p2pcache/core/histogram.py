@@ -23,12 +23,12 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
-    def observe(self, seconds: float) -> None:
-        """Count one duration. One below zero, as of a clock that went back, counts as zero."""
+    def observe(self, seconds: float, count: int = 1) -> None:
+        """Count a duration, so many times. One below zero, as of a clock that went back, counts as zero."""
         if seconds < 0:
             seconds = 0.0
-        self.counts[bisect_left(self.bounds, seconds)] += 1
-        self.sum += seconds
+        self.counts[bisect_left(self.bounds, seconds)] += count
+        self.sum += seconds * count
 
     @property
     def count(self) -> int:

@@ -23,6 +23,7 @@ exception. On the unix socket a message is preceded by its length as u32, little
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ import msgpack
 from p2pcache.core.layout import LAYERS_MAX
 from p2pcache.types import KEY_BYTES, RemoteError, VersionMismatch
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MESSAGE_BYTES_MAX = 16 << 20
 CHUNKS_MAX = 65_536
 BODIES_MAX = 8
@@ -149,6 +150,14 @@ def _record(**fields: Check) -> Check:
     return check
 
 
+def _table(record: struct.Struct, limit: int) -> Check:
+    def check(value: Any) -> None:
+        if type(value) is not bytes or len(value) % record.size or len(value) > limit * record.size:
+            raise WireError(f"expected at most {limit} records of {record.size} bytes")
+
+    return check
+
+
 def _anything(value: Any) -> None:
     """Already bounded by the decoder; only ever shown to a person."""
 
@@ -178,18 +187,13 @@ def _ticket(value: Any) -> None:
     (TICKET if type(value) is list and value[:1] == ["ok"] else NO_TICKET)(value)
 
 
-# A chunk's answer: match, source, holder, body, found, expected cost in seconds, miss reason
-ANSWER = _tuple(_text(16), _text(16), NAME, _optional(BODY), _list(FOUND, BODIES_MAX), _number, _text(32))
-# What a fetched chunk became: source, peer, transport, (offset, nbytes, generation), meta, miss, cost
-GRANT = _tuple(
-    _text(16),
-    NAME,
-    _text(16),
-    _optional(_tuple(U63, U63, U63)),
-    _bytes(0, META_BYTES_MAX),
-    _text(32),
-    _number,
-)
+# Tables of packed records, between an engine and its node; `core/records.py` says what is in them.
+ASK = struct.Struct("<16s16s")
+WANT = struct.Struct("<16s16sIQBIHH")
+HOLDER_RECORD = struct.Struct("<HQB")
+ANSWER = struct.Struct("<BBHBBBd")
+GRANT = struct.Struct("<BHHBQQQd")
+NAMES = _list(NAME, 1 << 16)
 
 OPS: dict[str, tuple[Check, Check]] = {
     # between nodes: (request, reply)
@@ -220,12 +224,27 @@ OPS: dict[str, tuple[Check, Check]] = {
     # between an engine and its node
     "attach": (_record(role=_text(16)), _record(member=MEMBER, nonce=TOKEN, slab_bytes=U63)),
     "lookup": (
-        _record(chunks=_list(CHUNK, CHUNKS_MAX), content_reuse=_bool, everywhere=_bool, deadline_s=_number),
-        _record(answers=_list(ANSWER, CHUNKS_MAX)),
+        _record(chunks=_table(ASK, CHUNKS_MAX), content_reuse=_bool, everywhere=_bool, deadline_s=_number),
+        _record(
+            names=NAMES,
+            answers=_table(ANSWER, CHUNKS_MAX),
+            found=_table(WANT, CHUNKS_MAX * BODIES_MAX),
+            holders=_table(HOLDER_RECORD, MESSAGE_BYTES_MAX),
+        ),
     ),
     "fetch": (
-        _record(wants=_list(_tuple(BODY, _list(HOLDER, HOLDERS_MAX)), CHUNKS_MAX), deadline_s=_number),
-        _record(grants=_list(GRANT, CHUNKS_MAX)),
+        _record(
+            names=NAMES,
+            wants=_table(WANT, CHUNKS_MAX),
+            holders=_table(HOLDER_RECORD, MESSAGE_BYTES_MAX),
+            deadline_s=_number,
+        ),
+        # metas: (index of the grant, what was stored beside the body), where there is something
+        _record(
+            names=NAMES,
+            grants=_table(GRANT, CHUNKS_MAX),
+            metas=_list(_tuple(U31, _bytes(0, META_BYTES_MAX)), CHUNKS_MAX),
+        ),
     ),
     "release": (_record(generations=_list(U63, CHUNKS_MAX)), NONE),
     "reserve": (
@@ -272,7 +291,7 @@ def decode(raw: bytes | memoryview) -> Message:
             use_list=True,
             strict_map_key=True,
             max_str_len=1 << 16,
-            max_bin_len=1 << 20,
+            max_bin_len=MESSAGE_BYTES_MAX,
             max_array_len=min(CHUNKS_MAX, len(raw)),  # a value takes a byte at least
             max_map_len=4096,
             max_ext_len=0,

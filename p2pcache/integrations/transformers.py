@@ -67,9 +67,12 @@ class Pull:
 
     def misses(self, late: Miss | None = None) -> list[FetchedChunk]:
         """The chunks without any bytes; what was found is missed because of `late`."""
+        chunks = self.lookup.chunks
         return [
-            FetchedChunk(c, None, Source.RECOMPUTE, "", "", late if c.body is not None else c.miss, 0.0)
-            for c in self.lookup.chunks
+            FetchedChunk(
+                chunks, i, None, Source.RECOMPUTE, "", "", late if c.body is not None else c.miss, 0.0
+            )
+            for i, c in enumerate(chunks)
         ]
 
     def layers(self, pieces: dict[int, Piece]) -> LayerSource | None:

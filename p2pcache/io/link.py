@@ -22,6 +22,7 @@ from typing import Any
 
 from p2pcache.core import wire
 from p2pcache.core.membership import Member
+from p2pcache.core.records import leased
 from p2pcache.io.slab import MappedSlab, attach, receive_frame, send_frame
 from p2pcache.types import DeadlineExceeded, NodeDown, RemoteError
 
@@ -52,6 +53,7 @@ class Link:
         self._ids = itertools.count(1)
         self._to_release: deque[list[int]] = deque()
         self.broken = False
+        self.bytes_sent = self.bytes_received = 0  # messages without their frames, since the attach
         self._reader = threading.Thread(target=self._read, name="p2pcache-link", daemon=True)
         self._reader.start()
         _links.add(self)
@@ -139,6 +141,7 @@ class Link:
                 if self.broken:
                     raise NodeDown("the connection to this process's node is broken")
                 send_frame(self._sock, raw)
+                self.bytes_sent += len(raw)
         except OSError as error:
             self._break()
             raise NodeDown(f"this process's node does not take messages: {error}") from None
@@ -147,6 +150,7 @@ class Link:
         error: Exception = NodeDown("this process's node has gone")
         try:
             while (raw := receive_frame(self._sock)) is not None:
+                self.bytes_received += len(raw)
                 try:
                     self._hand_over(wire.decode(raw))
                 except RemoteError as refused:  # one bad reply costs the call that asked for it
@@ -173,8 +177,7 @@ class Link:
         if late.kind != "r":
             return
         if late.op == "fetch":
-            held = [grant[3][2] for grant in late.body["grants"] if grant[3] is not None]
-            self.notify("release", {"generations": held})
+            self.notify("release", {"generations": leased(late.body["grants"])})
         elif late.op == "reserve":
             held = [generation for status, _, generation in late.body["slots"] if status == "ok"]
             self.notify("abort", {"generations": held})

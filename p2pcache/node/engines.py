@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from p2pcache.core import records
+from p2pcache.core.records import (
+    MISS_CODE,
+    SOURCE_CODE,
+    Bodies,
+    Names,
+    pack_answers,
+    pack_leased,
+    unpack_asked,
+)
+from p2pcache.core.tiers import Slot
+from p2pcache.core.wire import GRANT
 from p2pcache.node.node import Answer, Grant, Node
 from p2pcache.node.session import Session
-from p2pcache.node.wireform import body_from_wire, body_to_wire, found_to_wire, holder_from_wire
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, RemoteError, Source
+from p2pcache.node.wireform import body_from_wire
+from p2pcache.types import ExactKey, RemoteError, Source
 
 
 class EngineDesk:
@@ -40,28 +52,27 @@ class EngineDesk:
         return self._loop.time() + max(body["deadline_s"], 0.0)
 
     async def _on_lookup(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
+        chunks = unpack_asked(body["chunks"])
+        at_home = None if body["everywhere"] else self._node.home.lookup(chunks)
+        if at_home is not None:
+            return at_home
         answers = await self._node.lookup(
-            [(ContentKey(c), ExactKey(e)) for c, e in body["chunks"]],
+            chunks,
             content_reuse=body["content_reuse"],
             everywhere=body["everywhere"],
             deadline_s=self._deadline_s(body),
         )
-        return {"answers": [_answer_to_wire(a) for a in answers]}
+        return pack_answers(map(_answer, answers))
 
     async def _on_fetch(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        raw, deadline_s = body["wants"], self._deadline_s(body)
-        admitted = self._node.waiting.admit(len(raw))
+        wants = Bodies(body["names"], body["wants"], body["holders"])
+        admitted = self._node.waiting.admit(wants.count)
         try:
-            wants = [
-                (body_from_wire(b), tuple(holder_from_wire(h) for h in holders))
-                for b, holders in raw[:admitted]
-            ]
-            refused = [_grant_to_wire(self._node.refuse(len(raw) - admitted))] * (len(raw) - admitted)
-            raw.clear()  # a decoded message is large, and would otherwise live as long as the slowest pull
-            grants = await self._node.fetch(session, wants, deadline_s)
+            grants = await self._node.fetch(session, wants.first(admitted), self._deadline_s(body))
         finally:
             self._node.waiting.leave(admitted)
-        return {"grants": [_grant_to_wire(g) for g in grants] + refused}
+        beyond = wants.count - admitted
+        return _grants_to_wire([*grants, *[self._node.refuse(beyond)] * beyond])
 
     async def _on_release(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         for generation in body["generations"]:
@@ -111,28 +122,28 @@ class EngineDesk:
         return {}
 
 
-def _answer_to_wire(answer: Answer) -> list[Any]:
+def _answer(answer: Answer) -> records.Answer:
     choice = answer.choice
-    body: BodyInfo | None = choice.body
-    return [
-        choice.match.value,
-        choice.source.value,
-        choice.holders[0].node if choice.holders else "",
-        None if body is None else body_to_wire(body),
-        [found_to_wire(f) for f in answer.found],
-        choice.cost_s,
-        "" if choice.miss is None else choice.miss.value,
-    ]
+    peer = choice.holders[0].node if choice.holders else ""
+    return records.Answer(
+        choice.match, choice.source, peer, choice.miss, choice.body, answer.found, choice.cost_s
+    )
 
 
-def _grant_to_wire(grant: Grant) -> list[Any]:
-    slot, source = grant.slot, grant.source if grant.slot is not None else Source.RECOMPUTE
-    return [
-        source.value,
-        grant.peer,
-        grant.transport,
-        None if slot is None else [slot.offset, slot.nbytes, slot.generation],
-        b"" if slot is None else slot.meta,
-        "" if grant.miss is None else grant.miss.value,
-        grant.seconds,
-    ]
+def _grants_to_wire(grants: Sequence[Slot | Grant]) -> dict[str, Any]:
+    names, rows, metas = Names(), [], []
+    for i, grant in enumerate(grants):
+        slot = grant if isinstance(grant, Slot) else grant.slot
+        if slot is not None and slot.meta:
+            metas.append([i, slot.meta])
+        rows.append(pack_leased(grant) if isinstance(grant, Slot) else _grant(grant, names))
+    return {"names": names.texts, "grants": b"".join(rows), "metas": metas}
+
+
+def _grant(g: Grant, names: Names) -> bytes:
+    if g.slot is None:
+        source, place = Source.RECOMPUTE, (0, 0, 0)
+    else:
+        source, place = g.source, (g.slot.offset, g.slot.nbytes, g.slot.generation)
+    peer, transport = names.code(g.peer), names.code(g.transport)
+    return GRANT.pack(SOURCE_CODE[source], peer, transport, MISS_CODE[g.miss], *place, g.seconds)

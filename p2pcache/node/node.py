@@ -11,19 +11,21 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from p2pcache.config import NodeConfig
 from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.flight import Waiting
 from p2pcache.core.membership import Member, View
 from p2pcache.core.planner import Choice, Costs, plan_chunk
+from p2pcache.core.records import Bodies
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Control, NvmeTier, Slab, Transport
 from p2pcache.node.counters import Counters
 from p2pcache.node.drain import Heir, hand_over
 from p2pcache.node.fence import Fence
 from p2pcache.node.holder import Holder as PeerDesk
+from p2pcache.node.home import Home
 from p2pcache.node.owners import Owners, Sightings
 from p2pcache.node.publisher import Publisher
 from p2pcache.node.puller import Puller
@@ -71,8 +73,7 @@ class Answer:
     found: tuple[Found, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(NamedTuple):
     """What a fetch brought for one chunk: a leased slot, or the reason of the miss."""
 
     slot: Slot | None
@@ -123,6 +124,7 @@ class Node:
         self.desk = PeerDesk(config, self.residency, self.counters)
         self.heirs = Heir(self.residency, self.puller)
         self.owners = Owners(ports.control, self.shard, self.counters)
+        self.home = Home(name, incarnation, self.residency, self.costs, self.counters, self.sight, clock)
         self.fence = Fence(config.contact_lost_s, clock)
         self.publisher.on_fenced = self.fence.told_off
         self.publisher.cut_off = lambda: self.fence.cut_off
@@ -218,14 +220,37 @@ class Node:
 
     # -- fetch -----------------------------------------------------------------------------------
 
-    async def fetch(
-        self, session: Session, wants: Sequence[tuple[BodyInfo, tuple[Holder, ...]]], deadline_s: float
-    ) -> list[Grant]:
-        """Have bodies in this node's slab, leased to the engine. Never raises for a fault."""
+    async def fetch(self, session: Session, wants: Bodies, deadline_s: float) -> list[Slot | Grant]:
+        """Have bodies in this node's slab, leased to the engine. Never raises for a fault.
+
+        What lay in the host tier anyhow comes as its slot, everything else as a grant. Raises RemoteError
+        where `wants` is no table of bodies.
+        """
         started_s = self._loop.time()
-        grants = await asyncio.gather(*(self._fetch_one(session, b, h, deadline_s) for b, h in wants))
-        self.sight.fetched([body for body, _ in wants], grants, self._loop.time() - started_s)
-        return list(grants)
+        # 1. What the host tier has, at once.
+        at_home = self.home.lease(session, wants)
+        slots = [slot for slot in at_home if slot is not None]
+        seconds = self._loop.time() - started_s
+        self.counters["served_local"] += len(slots)
+        self.counters["bytes_local"] += sum([slot.nbytes for slot in slots])
+        self._loop.call_soon(self.sight.fetched_at_home, slots, seconds)  # behind the answer
+        if len(slots) == len(at_home):
+            return list(slots)
+        # 2. Everything else, all in parallel.
+        try:
+            found = wants.found()
+        except RemoteError:
+            for slot in slots:
+                session.release(slot.generation)
+            raise
+        rest = [f for f, slot in zip(found, at_home, strict=True) if slot is None]
+        brought = await asyncio.gather(
+            *(self._fetch_one(session, f.body, f.holders, deadline_s) for f in rest)
+        )
+        seconds = self._loop.time() - started_s
+        self.sight.fetched([f.body for f in rest], brought, seconds, chunks=wants.count)
+        there = iter(brought)
+        return [next(there) if slot is None else slot for slot in at_home]
 
     def refuse(self, count: int) -> Grant:
         """The answer to as many chunks that were asked for beyond the limit on memory."""

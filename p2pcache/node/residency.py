@@ -53,6 +53,10 @@ class Residency:
         self.on_held: Callable[[BodyInfo, Tier], None] = lambda body, tier: None
         self.on_gone: Callable[[BodyInfo], None] = lambda body: None
 
+    @property
+    def has_nvme(self) -> bool:
+        return self._nvme is not None
+
     # -- what is here ----------------------------------------------------------------------------
 
     def where(self, exact: ExactKey) -> Tier | None:

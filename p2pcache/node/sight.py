@@ -15,6 +15,7 @@ from p2pcache.core.heavy import SpaceSaving
 from p2pcache.core.histogram import Histogram
 from p2pcache.core.membership import View
 from p2pcache.core.planner import Choice
+from p2pcache.core.tiers import Slot
 from p2pcache.types import BodyInfo, ContentKey, Match, Miss, Provenance, Source
 
 if TYPE_CHECKING:
@@ -127,8 +128,27 @@ class Sight:
             self._deadlines["lookup"] += misses.get(Miss.DEADLINE.value, 0)
             self._recent.append(Missed(self._clock(), "lookup", len(choices), misses, seconds))
 
-    def fetched(self, bodies: Iterable[BodyInfo], grants: Sequence[Grant], seconds: float) -> None:
-        """A fetch has ended with a grant for each of its bodies, in order."""
+    def looked_up_at_home(self, chunks: int, tokens: int, seconds: float) -> None:
+        """A lookup has ended with the exact body of each of its chunks in the host tier."""
+        self._chunks += chunks
+        self._lookup_s.observe(seconds)
+        self._hits[Match.EXACT, Source.LOCAL] += chunks
+        self._hit_tokens[Match.EXACT] += tokens
+
+    def fetched_at_home(self, slots: Sequence[Slot], seconds: float) -> None:
+        """These were leased out of the host tier, together in so many seconds."""
+        self._fetched += len(slots)
+        hot, tokens = self._hot, self._served_tokens
+        for slot in slots:
+            body = slot.body
+            hot.observe(body.content, body.nbytes, body.tokens)
+            tokens[body.provenance] += body.tokens
+        self._fetch_s[Source.LOCAL].observe(seconds, len(slots))
+
+    def fetched(
+        self, bodies: Iterable[BodyInfo], grants: Sequence[Grant], seconds: float, *, chunks: int
+    ) -> None:
+        """What was not at home of a fetch of `chunks` has ended with a grant for each body, in order."""
         self._fetched += len(grants)
         hot, tokens, fetch_s = self._hot, self._served_tokens, self._fetch_s
         for body, grant in zip(bodies, grants, strict=True):
@@ -144,7 +164,7 @@ class Sight:
             peers = dict.fromkeys(g.peer for g in grants if g.miss is not None and g.peer)
             self._fetch_misses.update(misses)
             self._deadlines["fetch"] += misses.get(Miss.DEADLINE.value, 0)
-            entry = Missed(self._clock(), "fetch", len(grants), misses, seconds, tuple(peers))
+            entry = Missed(self._clock(), "fetch", chunks, misses, seconds, tuple(peers))
             self._recent_fetches.append(entry)
 
     def refused(self, chunks: int, why: Miss) -> None:

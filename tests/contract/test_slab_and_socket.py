@@ -25,13 +25,14 @@ from p2pcache.api import Client
 from p2pcache.core import wire
 from p2pcache.core.chunking import FixedChunker
 from p2pcache.core.membership import Member
+from p2pcache.core.records import Bodies, GrantRow, pack_bodies, unpack_grants
 from p2pcache.io import slab as slab_module
 from p2pcache.io.engine_socket import EngineSocket, private_folder
 from p2pcache.io.link import Link
 from p2pcache.io.slab import HEADER_BYTES, HostSlab, MappedSlab, attach, receive_frame, send_frame
 from p2pcache.node.wireform import body_to_wire
 from p2pcache.runtime import NodeRuntime
-from p2pcache.types import BodyInfo, ConfigError, DeadlineExceeded, NodeDown, RemoteError
+from p2pcache.types import BodyInfo, ConfigError, DeadlineExceeded, NodeDown, Provenance, RemoteError
 from tests.fault.node_process import PATIENCE_S, EngineProcess, at_rest, check, state, until
 
 MIB = 1 << 20
@@ -373,7 +374,7 @@ def test_a_node_of_another_version_is_refused_with_both_numbers(
 def test_garbage_after_attach_is_answered_by_an_error_or_ends_that_connection_alone(served: Served) -> None:
     link = Link(served.path, PATIENCE_S)
     sock, _, _ = attach(served.path, "engine", PATIENCE_S)
-    reply = wire.encode(wire.Message("r", 5, "fetch", {"grants": []}))
+    reply = wire.encode(wire.Message("r", 5, "fetch", {"names": [], "grants": b"", "metas": []}))
     for raw in (b"", b"\xc1", wire.encode(wire.Message("q", 5, "open", {"descriptor": b""}))[:-1], reply):
         send_frame(sock, raw)
         reply = wire.decode(receive_frame(sock))
@@ -426,7 +427,8 @@ def test_a_node_out_of_descriptors_serves_again_once_it_has_some(
 def test_a_request_under_way_is_cancelled_before_its_session_ends(served: Served) -> None:
     served.call(served.desk.may_answer.clear)
     sock, _, _ = attach(served.path, "engine", PATIENCE_S)
-    send_frame(sock, wire.encode(wire.Message("q", 1, "fetch", {"wants": [], "deadline_s": 9.0})))
+    nothing = {"names": [], "wants": b"", "holders": b"", "deadline_s": 9.0}
+    send_frame(sock, wire.encode(wire.Message("q", 1, "fetch", nothing)))
     served.desk.wait(lambda: served.desk.asked == ["fetch"], "the request arrived")
     sock.close()
     served.desk.wait(lambda: served.desk.ended == 1, "the session ended")
@@ -486,6 +488,72 @@ def kept(client: Client, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     cache = client.open(NAMESPACE)
     assert cache.store(cache.chunks(run, FixedChunker(32)), kv).stored == 2
     return run, kv
+
+
+def fetch_of(link: Link, wants: Bodies) -> list[GrantRow]:
+    request = {"names": wants.names, "wants": wants.bodies, "holders": wants.holders, "deadline_s": 5.0}
+    reply = link.call("fetch", request, PATIENCE_S)
+    return list(unpack_grants(reply["names"], reply["grants"]))
+
+
+def test_what_is_not_as_told_is_a_miss_whichever_field_differs(node: NodeRuntime) -> None:
+    with Client(node.socket_path, PATIENCE_S) as client:
+        run, _ = kept(client)
+        body, other = [c.body for c in client.open(NAMESPACE).lookup(run, chunker=FixedChunker(32)).chunks]
+        for field, value in {
+            "content": bytes(16),
+            "tokens": body.tokens + 1,
+            "nbytes": body.nbytes + 1,
+            "provenance": Provenance.ISOLATED,
+            "base_position": body.base_position + 1,
+            "codec": "other",
+        }.items():
+            wrong = dataclasses.replace(body, **{field: value})
+            first, second, third = fetch_of(
+                client.link(), pack_bodies([(other, ()), (wrong, ()), (body, ())])
+            )
+            assert (first.miss, second.miss, third.miss) == (None, Miss.LAYOUT, None), field
+            client.link().release([first.generation, third.generation])
+        until(lambda: at_rest(state(node)), "no lease is left")
+
+
+def test_a_table_of_bodies_that_does_not_add_up_is_refused_and_leaves_no_lease(node: NodeRuntime) -> None:
+    with Client(node.socket_path, PATIENCE_S) as client:
+        run, _ = kept(client)
+        body, other = [c.body for c in client.open(NAMESPACE).lookup(run, chunker=FixedChunker(32)).chunks]
+        wants = pack_bodies([(body, ()), (dataclasses.replace(other, exact=bytes(16)), ())])
+        for wrong in (
+            wants._replace(holders=wire.HOLDER_RECORD.pack(0, 0, 0)),
+            wants._replace(bodies=wants.bodies[: wire.WANT.size] + b"\xff" * wire.WANT.size),
+            wants._replace(names=wants.names[:-1]),
+        ):
+            with pytest.raises(RemoteError):
+                fetch_of(client.link(), wrong)
+            assert state(node)["leases"] == 0
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_the_short_way_of_a_lookup_says_what_the_long_one_does(
+    node: NodeRuntime, monkeypatch: pytest.MonkeyPatch, several: bool
+) -> None:
+    with Client(node.socket_path, PATIENCE_S) as client:
+        run, kv = kept(client)
+        cache = client.open(NAMESPACE)
+        if several:  # the second chunk's content behind other tokens, too
+            again = torch.cat([run[:32] + 7, run[32:]])
+            assert cache.store(cache.chunks(again, FixedChunker(32)), kv).stored == 2
+        short = cache.lookup(run, chunker=FixedChunker(32))
+        before = node.status()
+        monkeypatch.setattr(node.node.home, "lookup", lambda chunks: None)
+        long = cache.lookup(run, chunker=FixedChunker(32))
+        after = node.status()
+    assert tuple(short.chunks) == tuple(long.chunks)
+    assert [len(c.found) for c in short.chunks] == [1, 1 + several]
+    for name in ("lookups", "chunks", "hits_exact"):
+        assert after["counters"][name] == 2 * before["counters"][name]
+    for name in ("chunks", "hits", "hit_tokens"):
+        assert str(after["sight"][name]) != str(before["sight"][name])
+    assert after["sight"]["hits"]["exact"]["local"] == 4
 
 
 def test_the_leases_of_a_client_that_hangs_up_end_and_those_of_others_stay(node: NodeRuntime) -> None:
@@ -581,9 +649,9 @@ def test_a_fetch_of_a_body_by_a_wrong_length_is_a_miss_and_the_others_come(node:
     with Client(node.socket_path, PATIENCE_S) as client:
         run, _ = kept(client)
         bodies = [c.body for c in client.open(NAMESPACE).lookup(run, chunker=FixedChunker(32)).chunks]
-        wants = [[body_to_wire(dataclasses.replace(bodies[0], nbytes=1)), []], [body_to_wire(bodies[1]), []]]
-        grants = client.link().call("fetch", {"wants": wants, "deadline_s": 5.0}, PATIENCE_S)["grants"]
-        assert [(g[3] is None, g[5]) for g in grants] == [(True, Miss.LAYOUT), (False, "")]
+        wants = pack_bodies([(dataclasses.replace(bodies[0], nbytes=1), ()), (bodies[1], ())])
+        grants = fetch_of(client.link(), wants)
+        assert [(g.generation > 0, g.miss) for g in grants] == [(False, Miss.LAYOUT), (True, None)]
         assert state(node)["leases"] == 1
 
 

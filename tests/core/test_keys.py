@@ -14,11 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p2pcache import _native
 from p2pcache.core.keys import (
     CHAIN_ROOT,
     Namespace,
     body_key,
     chunk_keys,
+    chunk_keys_py,
     exact_key,
     hash_salt,
     named_key,
@@ -291,6 +293,72 @@ def test_a_prompt_can_be_named_in_two_goes(prompt, data):
     head = chunk_keys(KEY, tokens, spans[:cut])
     parent = head[-1].exact if head else CHAIN_ROOT
     assert head + chunk_keys(KEY, tokens, spans[cut:], parent=parent) == whole
+
+
+BLAKE3_SEAMS = [0, 1, 11, 12, 13, 28, 29, 252, 253, 508, 509, 764, 765, 1020, 1021, 1276, 2045, 5000]
+"""Counts of tokens (four bytes each, behind fifteen others) around the ends of BLAKE3's blocks and chunks."""
+
+
+def implementations() -> list[str]:
+    """The native ones that this CPU can run."""
+    try:
+        _native.name_chunks(KEY, np.zeros(0, np.uint32), [], CHAIN_ROOT, (), "avx2")
+    except ValueError:
+        return ["portable"]
+    return ["portable", "avx2"]
+
+
+@pytest.mark.parametrize("use", implementations())
+@settings(max_examples=120, deadline=None)
+@given(
+    st.lists(st.sampled_from(BLAKE3_SEAMS) | st.integers(0, 1400), max_size=24),
+    st.integers(0, 2**32),
+    st.binary(min_size=32, max_size=32),
+    st.binary(min_size=16, max_size=16),
+    st.data(),
+)
+def test_native_names_are_those_of_the_reference(use: str, counts, seed: int, namespace_key, parent, data):
+    tokens = np.random.default_rng(seed).integers(0, 2**32, sum(counts), dtype=np.uint32)
+    ends = np.cumsum([0, *counts]).tolist()
+    spans = list(zip(ends, ends[1:], strict=False))
+    extra = st.binary(max_size=70) | st.sampled_from([b"x" * 1009, b"y" * 1024, b"z" * 3000])
+    n = len(spans)
+    extras = data.draw(st.just([]) | st.lists(extra, min_size=n, max_size=n))
+    expected = chunk_keys_py(namespace_key, tokens, spans, parent=parent, extras=extras)
+    assert _native.name_chunks(namespace_key, tokens, spans, parent, extras, use) == expected
+    assert chunk_keys(namespace_key, tokens, spans, parent=parent, extras=extras) == expected
+
+
+@pytest.mark.parametrize("use", implementations())
+def test_a_long_input_is_one_tree(use: str):
+    """More chunks of BLAKE3 than a batch holds, and counts around the powers of two."""
+    tokens = np.random.default_rng(1).integers(0, 2**32, 100_000, dtype=np.uint32)
+    for count in (16 * 256, 16 * 256 + 1, 31 * 256 - 4, 33 * 256, 100_000):
+        spans = [(0, count), (7, count), (3, 4)]
+        assert _native.name_chunks(KEY, tokens, spans, CHAIN_ROOT, (), use) == chunk_keys_py(
+            KEY, tokens, spans
+        )
+
+
+def test_native_naming_refuses_what_it_would_misread():
+    tokens = np.arange(8, dtype=np.uint32)
+    for wrong in (
+        (KEY[:31], tokens, [(0, 8)], CHAIN_ROOT),
+        (KEY, tokens, [(0, 8)], CHAIN_ROOT[:15]),
+        (KEY, tokens, [(0, 9)], CHAIN_ROOT),
+        (KEY, tokens, [(5, 4)], CHAIN_ROOT),
+        (KEY, tokens, [(0, 4), (4, 8)], CHAIN_ROOT, [b"one"]),
+        (KEY, tokens, [(0, 8)], CHAIN_ROOT, (), "avx9"),
+    ):
+        with pytest.raises(ValueError):
+            _native.name_chunks(*wrong)
+    for wrong in (
+        (KEY, tokens.astype(np.int64), [(0, 8)], CHAIN_ROOT),
+        (KEY, tokens, [(-1, 8)], CHAIN_ROOT),
+        (KEY, tokens, [(0, 8)], CHAIN_ROOT, ["text"]),
+    ):
+        with pytest.raises(TypeError):
+            _native.name_chunks(*wrong)
 
 
 def test_another_namespace_shares_no_key():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import tracemalloc
 
 import msgpack
@@ -48,8 +49,12 @@ anything = st.recursive(
 )
 nothing = st.just({})
 accepted = record(accepted=u31)
-answer = row(text, text, text, st.none() | body, lists(found), seconds, text)
-grant = row(text, text, text, st.none() | row(u63, u63, u63), meta, text, seconds)
+names = lists(text)
+
+
+def table(record: struct.Struct):
+    return st.integers(0, 3).flatmap(lambda n: st.binary(min_size=n * record.size, max_size=n * record.size))
+
 
 SAMPLES = {
     "hello": (record(member=member), record(member=member)),
@@ -73,16 +78,21 @@ SAMPLES = {
     "attach": (record(role=text), record(member=member, nonce=token, slab_bytes=u63)),
     "lookup": (
         record(
-            chunks=lists(row(key, key)),
+            chunks=table(wire.ASK),
             content_reuse=st.booleans(),
             everywhere=st.booleans(),
             deadline_s=seconds,
         ),
-        record(answers=lists(answer)),
+        record(
+            names=names,
+            answers=table(wire.ANSWER),
+            found=table(wire.WANT),
+            holders=table(wire.HOLDER_RECORD),
+        ),
     ),
     "fetch": (
-        record(wants=lists(row(body, lists(holder))), deadline_s=seconds),
-        record(grants=lists(grant)),
+        record(names=names, wants=table(wire.WANT), holders=table(wire.HOLDER_RECORD), deadline_s=seconds),
+        record(names=names, grants=table(wire.GRANT), metas=lists(row(u31, meta))),
     ),
     "release": (record(generations=lists(u63)), nothing),
     "reserve": (record(bodies=lists(body), deadline_s=seconds), record(slots=lists(row(text, u63, u63)))),
@@ -195,7 +205,7 @@ def test_a_field_of_another_type_is_refused_or_another_valid_message(message: Me
     survives(msgpack.packb(fields))
 
 
-@pytest.mark.parametrize("version", [0, 2, -1, 2**63])
+@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, -1, 2**63])
 def test_another_version_is_refused_by_both_numbers(version: int):
     raw = msgpack.packb([version, "q", 77, {"whatever": "comes"}, *range(200)])
     with pytest.raises(VersionMismatch, match=rf"{version}\b.*\b{PROTOCOL_VERSION}\b"):
@@ -264,10 +274,22 @@ OVER = {
     "descriptors": ("namespaces", "q", {"descriptors": [b""] * 257}),
     "descriptor": ("open", "q", {"descriptor": bytes((1 << 16) + 1)}),
     "bodies of a key": ("directory.lookup", "r", {"found": [[[BODY, []]] * 9], "unknown": False}),
-    "holders": ("fetch", "q", {"wants": [[BODY, [["n", 1, 1]] * 1025]], "deadline_s": 1}),
+    "holders": ("directory.lookup", "r", {"found": [[[BODY, [["n", 1, 1]] * 1025]]], "unknown": False}),
+    "records": (
+        "lookup",
+        "q",
+        {
+            "chunks": bytes(32 * (CHUNKS_MAX + 1)),
+            "content_reuse": True,
+            "everywhere": True,
+            "deadline_s": 1,
+        },
+    ),
+    "part of a record": ("fetch", "q", {"names": [], "wants": bytes(54), "holders": b"", "deadline_s": 1}),
+    "list for a table": ("fetch", "q", {"names": [], "wants": [], "holders": b"", "deadline_s": 1}),
     "checksums": ("commit", "q", {"slots": [[1, [0] * 1025, b""]]}),
     "meta": ("commit", "q", {"slots": [[1, [], bytes(4097)]]}),
-    "name": ("fetch", "q", {"wants": [[BODY, [["n" * 257, 1, 1]]]], "deadline_s": 1}),
+    "name": ("fetch", "q", {"names": ["n" * 257], "wants": b"", "holders": b"", "deadline_s": 1}),
     "codec": ("reserve", "q", {"bodies": [[*BODY[:6], "c" * 33]], "deadline_s": 1}),
     "key too short": ("forget", "q", {"bodies": [bytes(15)]}),
     "key too long": ("forget", "q", {"bodies": [bytes(17)]}),
@@ -302,6 +324,7 @@ def test_what_is_out_of_bounds_is_refused(over: str):
 def test_what_is_at_the_bounds_is_not():
     for op, kind, content in (
         ("release", "q", {"generations": [2**63 - 1] * CHUNKS_MAX}),
+        ("fetch", "r", {"names": [], "grants": b"\xff" * wire.GRANT.size * CHUNKS_MAX, "metas": []}),
         ("directory.lookup", "r", {"found": [[[BODY, [["n" * 256, 1, 2]] * 1024]] * 8], "unknown": True}),
         ("open", "q", {"descriptor": bytes(1 << 16)}),
         ("commit", "q", {"slots": [[1, [2**64 - 1] * 1024, bytes(4096)]]}),
@@ -318,6 +341,6 @@ def test_a_message_over_the_limit_is_neither_sent_nor_read():
 
 @pytest.mark.parametrize("ext", [-1, 1])
 def test_msgpack_extensions_are_refused(ext: int):
-    raw = msgpack.packb([1, "r", 1, "status", 0, "", 0, b"", msgpack.ExtType(5, b"data")])
+    raw = msgpack.packb([PROTOCOL_VERSION, "r", 1, "status", 0, "", 0, b"", msgpack.ExtType(5, b"data")])
     with pytest.raises(WireError):
         wire.decode(raw.replace(b"\x05data", bytes([ext & 0xFF]) + b"data"))

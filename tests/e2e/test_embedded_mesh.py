@@ -978,7 +978,7 @@ def test_one_chunk_of_another_length_costs_that_chunk_and_no_lease(mesh: Callabl
     kv = keep(m.caches[0], run)
     lookup = find(m.caches[0], run)
     chunks = list(lookup.chunks)
-    chunks[1] = dataclasses.replace(chunks[1], keys=dataclasses.replace(chunks[1].keys, stop=100))
+    chunks[1] = dataclasses.replace(chunks[1], keys=chunks[1].keys._replace(stop=100))
     with m.caches[0].fetch(dataclasses.replace(lookup, chunks=tuple(chunks))) as fetched:
         assert [c.miss for c in fetched] == [None, Miss.LAYOUT, None, None]
         assert same(fetched[2], kv, 128)
