@@ -190,7 +190,7 @@ class Puller:
             pull = _Transfer(self._loop, self._residency, slot, ticket)
             settled = pull.start(peer, transport)
             await pull.finish(deadline_s)
-            slot = self._residency.commit(slot, ticket.checksums, ticket.meta)
+            slot = self._residency.commit(slot, ticket.checksums, ticket.meta, replica=True)
         except BaseException as error:
             self._residency.give_up(slot, settled)
             miss = self._why(error, peer, transport, self._loop.time() - started_s)
