@@ -20,6 +20,7 @@ from p2pcache.types import ConfigError
 
 ENV_PREFIX = "P2PCACHE_"
 TRANSPORTS = ("shm", "ucx", "tcp")
+EVICTIONS = ("s3-fifo", "lru")
 GIB = 1 << 30
 MIB = 1 << 20
 _PAGE_BYTES = 4096
@@ -48,6 +49,8 @@ class NodeConfig:
     allow_plaintext_network: bool = False  # permit `host` outside loopback; sockets are not encrypted
 
     host_bytes_max: int = 1 * GIB  # host tier: the slab, hard cap
+    eviction: str = "s3-fifo"  # which bodies leave it first: `s3-fifo` or `lru`
+    eviction_weighs_cost: bool = True  # keep longer what has more tokens a byte; false for unlike models
     nvme_path: str = ""  # folder of the NVMe tier; empty: no such tier
     nvme_bytes_max: int = 4 * GIB  # NVMe tier, hard cap, preallocated
     nvme_segment_bytes: int = 0  # unit of reclaim; no body is larger. 0: 64 MiB, more for a large tier
@@ -92,6 +95,8 @@ class NodeConfig:
             if hint in (str, bool) and not isinstance(value, hint):
                 kind = "text" if hint is str else "true or false"
                 raise ConfigError(f"{name} must be {kind}, not {value!r}")
+        if self.eviction not in EVICTIONS:
+            raise ConfigError(f"unknown eviction {self.eviction!r}{_nearest(self.eviction, EVICTIONS)}")
         self._check_transports()
         self._check_host()
         if self.directory_ttl_s < 2 * self.republish_s:

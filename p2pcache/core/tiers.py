@@ -11,6 +11,9 @@ A slot in quarantine belongs to a writer that may still write (law 5): it is cou
 and comes back only when its transport says that nothing will write there again. Every reserve gets
 a new *generation*; a reader that holds an offset compares generations before it trusts the bytes.
 
+Which body goes first is the policy's word (`eviction`). Which bodies go *together*, so that what they leave
+is one piece and wide enough, is decided here (`HostTier.victims`).
+
 Pure: bytes are never touched here, time and clients are arguments.
 """
 
@@ -19,15 +22,20 @@ from __future__ import annotations
 import bisect
 import enum
 import functools
+import operator
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from p2pcache._native import KeyIndex, KeyMap
+from p2pcache.core.eviction import Entry, Lru, Policy
 from p2pcache.types import BodyInfo, ContentKey, ExactKey, InvariantError, Provenance, TierFull
 
 ALIGN_BYTES = 4096
 """Slots start and end on pages: O_DIRECT and huge transfers want that."""
+
+COLD_TRIED = 16
+"""Of the coldest bodies, around how many the cheapest piece is looked for before the whole slab is."""
 
 
 class SlotState(enum.Enum):
@@ -45,7 +53,7 @@ _CODEC = "raw"  # the one that takes no room
 _BODIES_KEPT = 512
 
 
-class Slot:
+class Slot(Entry):
     """A part of the slab: `nbytes` of body at `offset`, `extent_bytes` taken. Owned by the tier.
 
     What never changes (the body, the place, and from `commit` on checksums and meta) is packed into one
@@ -135,48 +143,57 @@ def extent_bytes(nbytes: int) -> int:
 
 @dataclass(slots=True)
 class _FreeList:
-    """Free extents of the slab, coalesced; best fit keeps large ones large."""
+    """Free extents of the slab, coalesced; best fit keeps large ones large. All in O(log n) comparisons."""
 
     offsets: list[int] = field(default_factory=list)  # sorted
     sizes: dict[int, int] = field(default_factory=dict)  # offset -> bytes
+    by_size: list[tuple[int, int]] = field(default_factory=list)  # (bytes, offset), sorted
 
     def add(self, offset: int, size: int) -> None:
         i = bisect.bisect_left(self.offsets, offset)
         if i < len(self.offsets) and offset + size == self.offsets[i]:
-            size += self.sizes.pop(self.offsets.pop(i))
+            size += self._remove(self.offsets[i])
         if i > 0 and self.offsets[i - 1] + self.sizes[self.offsets[i - 1]] == offset:
-            self.sizes[self.offsets[i - 1]] += size
-            return
-        self.offsets.insert(i, offset)
+            offset = self.offsets[i - 1]
+            size += self._remove(offset)
+        bisect.insort(self.offsets, offset)
+        bisect.insort(self.by_size, (size, offset))
         self.sizes[offset] = size
 
     def take(self, size: int) -> int | None:
-        best = min(
-            (o for o, s in self.sizes.items() if s >= size), key=lambda o: (self.sizes[o], o), default=None
-        )
-        if best is None:
+        i = bisect.bisect_left(self.by_size, (size, 0))
+        if i == len(self.by_size):
             return None
-        rest = self.sizes.pop(best) - size
-        self.offsets.pop(bisect.bisect_left(self.offsets, best))
+        offset = self.by_size[i][1]
+        rest = self._remove(offset) - size
         if rest:
-            self.add(best + size, rest)
-        return best
+            self.add(offset + size, rest)
+        return offset
+
+    def _remove(self, offset: int) -> int:
+        size = self.sizes.pop(offset)
+        self.offsets.pop(bisect.bisect_left(self.offsets, offset))
+        self.by_size.pop(bisect.bisect_left(self.by_size, (size, offset)))
+        return size
 
 
 class HostTier:
     """Residency of one slab. `free + taken == capacity` always (law 4); `validate` checks it."""
 
-    def __init__(self, capacity_bytes: int):
+    def __init__(self, capacity_bytes: int, policy: type[Policy] = Lru, weighs_cost: bool = True):
+        """policy, weighs_cost: which bodies go first, see `eviction`."""
         self.capacity_bytes = capacity_bytes // ALIGN_BYTES * ALIGN_BYTES
+        self._policy = policy(self.capacity_bytes, weighs_cost)
         self._free = _FreeList()
         if self.capacity_bytes:
             self._free.add(0, self.capacity_bytes)
         self._taken_bytes = 0
         self._generation = 0
-        self._resident = KeyMap()  # exact key -> slot, least recently used first
+        self._resident = KeyMap()  # exact key -> slot
         self._by_content = KeyIndex()  # content key -> its slot; where there are several, a tuple of them
         self._others: dict[int, Slot] = {}  # generation -> slot that is reserved or in quarantine
         self._writers: dict[int, str] = {}  # ... and who writes it
+        self._slots: list[Slot] = []  # all of them, by offset
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -195,8 +212,8 @@ class HostTier:
         return list(self._siblings(content))
 
     def resident(self) -> Iterator[Slot]:
-        """Resident slots, least recently used first."""
-        return iter(list(self._resident.values()))
+        """Resident slots, those that go first first."""
+        return iter(list(self._policy))  # type: ignore[arg-type]
 
     def current(self, exact: ExactKey, generation: int) -> bool:
         """Whether an offset that somebody remembers still holds the body it did."""
@@ -226,11 +243,15 @@ class HostTier:
         self._taken_bytes += need
         self._others[slot.generation] = slot
         self._writers[slot.generation] = owner
+        bisect.insort(self._slots, slot, key=_offset)
         return slot
 
-    def commit(self, slot: Slot, checksums: tuple[int, ...], meta: bytes = b"") -> Slot:
+    def commit(
+        self, slot: Slot, checksums: tuple[int, ...], meta: bytes = b"", replica: bool = False
+    ) -> Slot:
         """The bytes are whole: make the slot resident. Returns the slot that now serves the body.
 
+        replica: it was pulled from a peer, which still has it.
         Where another writer was first, theirs stays and this slot is freed.
         """
         self._expect(slot, SlotState.RESERVED)
@@ -243,6 +264,7 @@ class HostTier:
         slot.state = SlotState.RESIDENT
         self._resident[slot.exact] = slot
         self._by_content[slot.content] = _one_or_all((*self._siblings(slot.content), slot))
+        self._policy.admit(slot, replica)
         return slot
 
     def abort(self, slot: Slot) -> None:
@@ -266,7 +288,7 @@ class HostTier:
         if slot is not None:
             slot.leases += 1
             slot.used = True
-            self._resident.move_to_end(exact)
+            self._policy.touch(slot)
         return slot
 
     def release(self, slot: Slot) -> None:
@@ -274,11 +296,14 @@ class HostTier:
         if slot.leases <= 0:
             raise InvariantError(f"a lease of slot {slot.offset} was released twice")
         slot.leases -= 1
+        if not slot.leases:
+            self._policy.settled(slot)
 
-    def touch(self, exact: ExactKey) -> None:
-        """Count a use, without a lease."""
-        if exact in self._resident:
-            self._resident.move_to_end(exact)
+    def warm(self, exact: ExactKey) -> None:
+        """Make a body the last to go, as it was for the node that it came from."""
+        slot = self._resident.get(exact)
+        if slot is not None:
+            self._policy.warm(slot)
 
     def pin(self, exact: ExactKey, until_s: float) -> bool:
         """Keep a body from eviction until then. False where it is not here."""
@@ -289,11 +314,77 @@ class HostTier:
         return True
 
     def victim(self, now_s: float) -> Slot | None:
-        """The body to evict next: the least recently used that nobody reads or has pinned."""
-        for slot in self._resident.values():
-            if not slot.leases and slot.pinned_until_s <= now_s:
-                return slot
-        return None
+        """The body to evict next: the first in the policy's order that nobody reads or has pinned."""
+        return self._policy.victim(now_s)  # type: ignore[return-value]
+
+    def victims(self, nbytes: int, now_s: float) -> list[Slot]:
+        """Bodies to evict together so that `nbytes` fit in one piece; none where nothing would do.
+
+        The coldest alone where that makes room. Else the cheapest run of neighbours around one of the
+        `COLD_TRIED` coldest; and where these are walled in by what is leased, pinned or being written, the
+        cheapest run of the whole slab, in time linear in its slots. So a body is refused only where no
+        stretch of the slab that is wide enough is free of such walls.
+        """
+        need = self.extent_bytes(nbytes)
+        best: list[Slot] = []
+        for count in (1, COLD_TRIED):
+            for cold in self._policy.coldest(now_s, count):
+                i = bisect.bisect_left(self._slots, cold.offset, key=_offset)  # type: ignore[attr-defined]
+                if self._gap(i, i) >= need:
+                    return [self._slots[i]]
+                run = self._cheapest_run(*self._around(i, need, now_s), need, i) if count > 1 else []
+                if run and (not best or self._worth(run) < self._worth(best)):
+                    best = run
+        return best or self._cheapest_anywhere(need, now_s)
+
+    def _cheapest_anywhere(self, need: int, now_s: float) -> list[Slot]:
+        best: list[Slot] = []
+        first = 0
+        while first < len(self._slots):
+            last = first
+            while last < len(self._slots) and self._evictable(last, now_s):
+                last += 1
+            run = self._cheapest_run(first, last - 1, need)
+            if run and (not best or self._worth(run) < self._worth(best)):
+                best = run
+            first = last + 1
+        return best
+
+    def _around(self, i: int, need: int, now_s: float) -> tuple[int, int]:
+        """First and last slot that a run of `need` bytes with slot i in it could begin and end with."""
+        first = last = i
+        while self._gap(first, i) < need and self._evictable(first - 1, now_s):
+            first -= 1
+        while self._gap(i, last) < need and self._evictable(last + 1, now_s):
+            last += 1
+        return first, last
+
+    def _cheapest_run(self, first: int, last: int, need: int, seed: int | None = None) -> list[Slot]:
+        """Of slots first to last the consecutive ones, with the seed, whose end would free `need` bytes."""
+        best, best_worth = range(0), 0.0
+        start, worth = first, 0.0
+        for stop in range(first, last + 1):
+            worth += self._worth(self._slots[stop : stop + 1])
+            while start < (stop if seed is None else min(seed, stop)) and self._gap(start + 1, stop) >= need:
+                worth -= self._worth(self._slots[start : start + 1])
+                start += 1
+            fits = (seed is None or stop >= seed) and self._gap(start, stop) >= need
+            if fits and (not best or worth < best_worth):
+                best, best_worth = range(start, stop + 1), worth
+        return [self._slots[i] for i in best]
+
+    def _gap(self, first: int, last: int) -> int:
+        """Bytes in one piece once slots first to last are gone."""
+        begin = _end(self._slots[first - 1]) if first else 0
+        return (self._slots[last + 1].offset if last + 1 < len(self._slots) else self.capacity_bytes) - begin
+
+    def _worth(self, slots: list[Slot]) -> float:
+        return sum(map(self._policy.worth, slots))
+
+    def _evictable(self, i: int, now_s: float) -> bool:
+        if not 0 <= i < len(self._slots):
+            return False
+        return self._slots[i].state is SlotState.RESIDENT and not self._slots[i].held(now_s)
 
     def evict(self, slot: Slot) -> None:
         """Free a resident slot. The caller has withdrawn it from the directory first (law 2)."""
@@ -306,8 +397,8 @@ class HostTier:
             self._by_content[slot.content] = _one_or_all(others)
         else:
             del self._by_content[slot.content]
-        self._free.add(slot.offset, slot.extent_bytes)
-        self._taken_bytes -= slot.extent_bytes
+        self._policy.remove(slot)
+        self._free_extent(slot)
 
     # -- checks ----------------------------------------------------------------------------------
 
@@ -347,9 +438,20 @@ class HostTier:
 
     def _release(self, slot: Slot) -> None:
         del self._others[slot.generation], self._writers[slot.generation]
+        self._free_extent(slot)
+
+    def _free_extent(self, slot: Slot) -> None:
+        self._slots.pop(bisect.bisect_left(self._slots, slot.offset, key=_offset))
         self._free.add(slot.offset, slot.extent_bytes)
         self._taken_bytes -= slot.extent_bytes
 
 
 def _one_or_all(slots: tuple[Slot, ...]) -> Slot | tuple[Slot, ...]:
     return slots[0] if len(slots) == 1 else slots
+
+
+_offset = operator.attrgetter("offset")
+
+
+def _end(slot: Slot) -> int:
+    return slot.offset + slot.extent_bytes

@@ -62,8 +62,8 @@ async def hand_over(
 class Heir:
     """The other end: takes over from nodes that leave, hottest first, and never more than a share.
 
-    What comes first is hottest, so it has to end up as the most recently used, and what comes later must
-    not push it out again. Belongs to the node's loop.
+    What comes first is hottest, so it has to end up as the last to go, and what comes later must not push it
+    out again. Belongs to the node's loop.
     """
 
     def __init__(self, residency: Residency, puller: Puller):
@@ -102,9 +102,10 @@ class Heir:
         came = self._came.setdefault(who, {})
         came.update(dict.fromkeys(here))
         for exact in reversed(came):
-            tier.touch(exact)
+            tier.warm(exact)
         return here
 
     async def _bring(self, body: BodyInfo, leaver: Holder, deadline_s: float) -> None:
         if self._residency.where(body.exact) is None:
             await self._puller.pull(body, (leaver,), deadline_s)
+            self._residency.tier.warm(body.exact)  # at once: as a replica it would be the next to go

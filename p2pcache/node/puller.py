@@ -219,7 +219,7 @@ class Puller:
             pull = transport.pull(peer, ticket, dest, lambda nbytes: None)
             async with asyncio.timeout_at(deadline_s):
                 await asyncio.shield(pull.done)
-            slot = self._residency.commit(slot, ticket.checksums, ticket.meta)
+            slot = self._residency.commit(slot, ticket.checksums, ticket.meta, replica=True)
         except BaseException as error:
             if pull is not None:
                 pull.abandon()

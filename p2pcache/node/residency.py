@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from p2pcache.config import NodeConfig
 from p2pcache.core.admission import Admission
 from p2pcache.core.checksum import CorruptBody
+from p2pcache.core.eviction import POLICIES
 from p2pcache.core.nvmelog import Record
 from p2pcache.core.tiers import HostTier, Slot
 from p2pcache.io.ports import NvmeTier, Slab
@@ -37,7 +38,7 @@ class Residency:
         clock: Callable[[], float],
     ):
         """me: this node as a holder (its tier is ignored)."""
-        self.tier = HostTier(slab.nbytes)
+        self.tier = HostTier(slab.nbytes, POLICIES[config.eviction], config.eviction_weighs_cost)
         self._me = me
         self.slab = slab
         self._nvme = nvme
@@ -115,21 +116,26 @@ class Residency:
     async def reserve(self, body: BodyInfo, owner: str) -> Slot:
         """A slot to write `body` into, evicting what is cold. Raises TierFull."""
         while (slot := self.tier.reserve(body, owner)) is None:
-            victim = self.tier.victim(self._clock())
-            if victim is None and self._demotions:  # leases of our own, which end soon
+            victims = self.tier.victims(body.nbytes, self._clock())
+            if not victims and self._demotions:  # leases of our own, which end soon
                 await asyncio.wait(self._demotions, return_when=asyncio.FIRST_COMPLETED)
                 continue
-            if victim is None:
+            if not victims:
                 raise TierFull(
-                    f"no room for {body.nbytes:,} bytes: all of the {self.tier.capacity_bytes:,} bytes of the"
-                    " host tier are leased, pinned or being written"
+                    f"no room for {body.nbytes:,} bytes in one piece: too much of the"
+                    f" {self.tier.capacity_bytes:,} bytes of the host tier is leased, pinned or being written"
                 )
-            await self._evict(victim)
+            await self._evict(victims)
         return slot
 
-    def commit(self, slot: Slot, checksums: tuple[int, ...], meta: bytes = b"") -> Slot:
-        """The bytes are whole: serve them. Returns the slot that serves the body from now on."""
-        serving = self.tier.commit(slot, checksums, meta)
+    def commit(
+        self, slot: Slot, checksums: tuple[int, ...], meta: bytes = b"", replica: bool = False
+    ) -> Slot:
+        """The bytes are whole: serve them. Returns the slot that serves the body from now on.
+
+        replica: a peer has the body too, so it may go before others.
+        """
+        serving = self.tier.commit(slot, checksums, meta, replica)
         if serving is slot:
             self.on_held(slot.body, Tier.HOST)
             self._demote_soon()
@@ -147,24 +153,29 @@ class Residency:
         self.tier.quarantine(slot)
         settled.add_done_callback(lambda _: self.tier.release_quarantine(slot))
 
-    async def _evict(self, victim: Slot) -> None:
-        """Free one slot; its body stays in the NVMe tier if there is one that takes it."""
-        body = victim.body
-        if self._nvme is not None and self._nvme.lookup(body.exact) is None:
-            if self._admits(victim):
-                await self._demote(victim)
-            else:
-                self._counters["nvme_refused"] += 1
-            # It may have been leased, pinned, evicted by somebody else, or come again while we wrote.
-            wanted = victim.leases or victim.pinned_until_s > self._clock()
-            if wanted or not self.tier.current(body.exact, victim.generation):
+    async def _evict(self, victims: list[Slot]) -> None:
+        """Free slots, all or none; their bodies stay in the NVMe tier if there is one that takes them.
+
+        All at once after the last write, so that nobody takes a part of the piece that they make.
+        """
+        for victim in victims:
+            if self._nvme is not None and self._nvme.lookup(victim.exact) is None:
+                if self._admits(victim):
+                    await self._demote(victim)
+                else:
+                    self._counters["nvme_refused"] += 1
+        # One may have been leased, pinned, evicted by somebody else, or come again while we wrote.
+        for victim in victims:
+            current = self.tier.current(victim.exact, victim.generation)
+            if not current or victim.held(self._clock()):
                 return
-        if self._nvme is not None and self._nvme.lookup(body.exact) is not None:
-            self.on_held(body, Tier.NVME)
-        else:
-            self.on_gone(body)
-        self._counters["evicted"] += 1
-        self.tier.evict(victim)
+        for victim in victims:
+            if self._nvme is not None and self._nvme.lookup(victim.body.exact) is not None:
+                self.on_held(victim.body, Tier.NVME)
+            else:
+                self.on_gone(victim.body)
+            self._counters["evicted"] += 1
+            self.tier.evict(victim)
 
     async def forget(self, exact: ExactKey) -> None:
         """Drop a body from this node as far as nobody reads it; what stays is evicted in its time."""

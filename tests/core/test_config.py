@@ -28,6 +28,12 @@ def test_an_unknown_setting_names_the_nearest():
         NodeConfig.of({7: 1}, {})
 
 
+def test_an_unknown_eviction_names_the_nearest():
+    assert of().eviction == "s3-fifo" and of(eviction="lru").eviction == "lru"
+    with pytest.raises(ConfigError, match="'s3fifo'.*did you mean 's3-fifo'"):
+        of(eviction="s3fifo")
+
+
 def test_an_unknown_variable_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'republish_s'"):
         of({"P2PCACHE_REPUBLISHS": "1"})

@@ -26,7 +26,7 @@ def filled(tier: HostTier, number: int, nbytes: int = ALIGN_BYTES) -> Slot:
 class HostTierMachine(RuleBasedStateMachine):
     @initialize(pages=st.integers(0, 12), rest=st.integers(0, ALIGN_BYTES - 1))
     def open(self, pages: int, rest: int) -> None:
-        self.tier = HostTier(pages * ALIGN_BYTES + rest)
+        self.tier = HostTier(pages * ALIGN_BYTES + rest, weighs_cost=False)
         self.pages = pages
         self.now_s = 0.0
         self.reserved: list[Slot] = []

@@ -342,7 +342,7 @@ def test_beyond_the_nvme_tiers_write_rate_bodies_are_dropped_and_counted(
     mesh: Callable, tmp_path: Path
 ) -> None:
     # A credit of one body's worth, which comes back far too slowly for another one.
-    m = mesh([tiered(tmp_path / "nvme", nvme_write_bytes_per_s_max=10)])
+    m = mesh([tiered(tmp_path / "nvme", nvme_write_bytes_per_s_max=10, eviction="lru")])
     cache, run, kv = m.caches[0], prompt(4096), some_kv(4096)
     for chunk in cache.chunks(run, CHUNKS):
         assert cache.store([chunk], kv).stored == 1
@@ -358,7 +358,7 @@ def test_beyond_the_nvme_tiers_write_rate_bodies_are_dropped_and_counted(
 
 
 def test_on_demand_only_bodies_that_were_used_go_to_nvme(mesh: Callable, tmp_path: Path) -> None:
-    m = mesh([tiered(tmp_path / "nvme", nvme_admit="used")])
+    m = mesh([tiered(tmp_path / "nvme", nvme_admit="used", eviction="lru")])
     cache, used, unused = m.caches[0], prompt(256), prompt(2048, seed=1)
     kv = keep(cache, used)
     with cache.fetch(find(cache, used), budget_s=PATIENCE_S) as fetched:
@@ -388,6 +388,27 @@ def test_a_restarted_node_publishes_what_its_nvme_tier_kept(mesh: Callable, tmp_
     assert {(h.incarnation, h.tier) for h in holders} == {(m.nodes[0].member.incarnation, Tier.NVME)}
     with reader.fetch(lookup, budget_s=PATIENCE_S) as fetched:
         assert whole(fetched, kv)
+
+
+@pytest.mark.parametrize("eviction", ["s3-fifo", "lru"])
+def test_what_was_pulled_leaves_before_what_is_kept_here_alone(mesh: Callable, eviction: str) -> None:
+    m = mesh([{"host_bytes_max": MIB, "eviction": eviction}, {}])
+    reader, writer = m.caches[0], m.caches[1]
+    own, theirs = prompt(512, 1), prompt(512, 2)  # 8 bodies of 64 KiB each: together they fill the reader's
+    keep(reader, own)
+    keep(writer, theirs)
+    with reader.fetch(find(reader, theirs), budget_s=PATIENCE_S) as fetched:
+        assert {c.source for c in fetched} == {Source.PEER}
+    keep(reader, prompt(512, 3))
+    assert {c.source for c in find(reader, own).chunks} == {Source.LOCAL}
+    assert {c.source for c in find(reader, theirs).chunks} == {Source.PEER}
+
+
+def test_bodies_of_all_sizes_never_fill_the_tier_with_gaps(mesh: Callable) -> None:
+    m = mesh([{"host_bytes_max": MIB}])
+    for seed, tokens in enumerate([64, 64, 192, 64, 448, 128, 832, 64, 960, 320, 1024] * 3):
+        run = prompt(tokens, seed)
+        assert m.caches[0].store(m.caches[0].chunks(run, FixedChunker(1024)), some_kv(tokens)).stored == 1
 
 
 def test_evicting_a_body_withdraws_it(mesh: Callable) -> None:
