@@ -344,8 +344,10 @@ def test_beyond_the_nvme_tiers_write_rate_bodies_are_dropped_and_counted(
     # A credit of one body's worth, which comes back far too slowly for another one.
     m = mesh([tiered(tmp_path / "nvme", nvme_write_bytes_per_s_max=10, eviction="lru")])
     cache, run, kv = m.caches[0], prompt(4096), some_kv(4096)
-    for chunk in cache.chunks(run, CHUNKS):
+    for i, chunk in enumerate(cache.chunks(run, CHUNKS)):
         assert cache.store([chunk], kv).stored == 1
+        if i == 10:  # above the mark: the first one is on its way down
+            until(lambda: m.counters(0)["demoted"] == 1, "the first body has been written")
     m.nodes[0].flush()
     status = m.status(0)
     written, dropped = status["counters"]["demoted"], status["counters"]["nvme_refused"]
