@@ -5,8 +5,14 @@
 namespace nb = nanobind;
 
 void bind_chunking(nb::module_ &m);
+void bind_lossless(nb::module_ &m);
+void bind_quantise(nb::module_ &m);
+void bind_rotate(nb::module_ &m);
 
 NB_MODULE(_native, m) {
     m.doc() = "The native core of p2pcache. Every function has a Python twin that tests compare it with.";
     bind_chunking(m);
+    bind_lossless(m);
+    bind_quantise(m);
+    bind_rotate(m);
 }
