@@ -96,11 +96,11 @@ def measure_codec(
         codec=codec.name,
         level=codec.level,
         ratio=ratio,
-        encode_GB_s=raw_bytes / encode_s / 1e9,
-        decode_GB_s=raw_bytes / decode_s / 1e9,
-        memcpy_GB_s=raw_bytes / copy_s / 1e9,
-        worst_channel_error=max(e.error for e in encoded),
-        kept_raw=sum(e.codec == "raw" for e in encoded),
+        enc_GB_s=raw_bytes / encode_s / 1e9,
+        dec_GB_s=raw_bytes / decode_s / 1e9,
+        copy_GB_s=raw_bytes / copy_s / 1e9,
+        error=max(e.error for e in encoded),
+        raw=sum(e.codec == "raw" for e in encoded),
     )
     if best:
         is_lossless = codec.name == "lossless"
