@@ -8,8 +8,11 @@ void bind_checksum(nb::module_ &m);
 void bind_chunking(nb::module_ &m);
 void bind_directory(nb::module_ &m);
 void bind_key_map(nb::module_ &m);
-void bind_uring(nb::module_ &m);
 void bind_keys(nb::module_ &m);
+void bind_lossless(nb::module_ &m);
+void bind_quantise(nb::module_ &m);
+void bind_rotate(nb::module_ &m);
+void bind_uring(nb::module_ &m);
 
 NB_MODULE(_native, m) {
     m.doc() = "The native core of p2pcache. Every function has a Python twin that tests compare it with.";
@@ -17,6 +20,9 @@ NB_MODULE(_native, m) {
     bind_chunking(m);
     bind_directory(m);
     bind_key_map(m);
-    bind_uring(m);
     bind_keys(m);
+    bind_lossless(m);
+    bind_quantise(m);
+    bind_rotate(m);
+    bind_uring(m);
 }

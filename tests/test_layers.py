@@ -20,6 +20,7 @@ LAYERS = (
     {"types", "_native"},
     {"config"},
     {"core"},
+    {"codecs"},
     {"values"},
     {"io"},
     {"node"},
@@ -37,11 +38,13 @@ LEVEL = {part: level for level, layer in enumerate(LAYERS) for part in layer}
 OURS = {
     "types": set(),
     "core": {"types", "core", "_native"},
-    "blend": {"types", "core", "blend"},
+    "codecs": {"types", "core", "_native", "codecs"},
+    "blend": {"types", "core", "_native", "blend"},
 }
 THEIRS = {
     "types": set(),
     "core": {"numpy", "blake3", "xxhash", "msgpack"},
+    "codecs": {"numpy"},
     "blend": {"torch", "transformers", "numpy", "blake3"},
 }
 # Of the standard library, what has no clock, no chance, no files, no sockets, no threads.
@@ -202,6 +205,9 @@ def test_imports_point_down(module: str, path: Path):
         ("core.keys", "def f():\n    import random", "not pure"),
         ("core.keys", "import math, json", "not pure"),
         ("core.keys", "from pathlib import Path", "not pure"),
+        ("core.keys", "from p2pcache.codecs import encode", "points up"),
+        ("codecs.lossless", "from p2pcache.config import NodeConfig", "which codecs may not"),
+        ("codecs.lossless", "import torch", "which codecs may not"),
         ("core.keys", "import torch", "which core may not"),
         ("core.keys", "import zmq", "which core may not"),
         ("core", "from . import keys\nimport socket", "not pure"),

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pcache.blend.rotate import RopeSpec, rotate_keys
+from p2pcache import _native
+from p2pcache.blend.rotate import RopeSpec, rotate_keys, rotate_keys_torch
 from p2pcache.types import ConfigError, LayoutError
 
 INV_FREQ = tuple(10000.0 ** (-j / 8) for j in range(8))
@@ -64,6 +65,60 @@ def test_writes_in_place_into_strided_buffers_and_other_dtypes() -> None:
     assert not buffer[:, :2].any() and not buffer[:, 7:].any()
     own = k.float()
     assert torch.equal(rotate_keys(own, 77, INV_FREQ, out=own), want)
+
+
+@pytest.mark.parametrize("level", _native.simd_levels())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@settings(deadline=None, max_examples=60)
+@given(
+    half=st.integers(1, 70),
+    passing=st.integers(0, 9),
+    tokens=st.integers(0, 5),
+    interleaved=st.booleans(),
+    in_place=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_native_turns_to_the_bits_of_torch(
+    level, dtype, half, passing, tokens, interleaved, in_place, seed
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    k = (300 * torch.randn(3, tokens + 2, 2 * half + passing, generator=random)).to(dtype)
+    k = k[:, 1 : tokens + 1].transpose(0, 1)  # as an engine's cache holds them: [heads, capacity, dim]
+    angle = torch.rand(half, generator=random, dtype=torch.float64) * 1e4
+    cos, sin = angle.cos().float(), angle.sin().float()
+    want = k.clone()
+    rotate_keys_torch(k, cos, sin, want, interleaved=interleaved)
+    out = k if in_place else torch.empty_like(k)
+    name = str(dtype).removeprefix("torch.")
+    _native.rotate_keys(k, cos.numpy(), sin.numpy(), name, interleaved, out, level)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_native_rounds_and_carries_all_values_as_torch_does(dtype: torch.dtype) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    k = every[torch.randperm(2**16, generator=torch.Generator().manual_seed(1))].view(-1, 2, 64)
+    angle = torch.linspace(0, 6, 32, dtype=torch.float64)
+    cos, sin, want = angle.cos().float(), angle.sin().float(), torch.empty_like(k)
+    rotate_keys_torch(k, cos, sin, want, interleaved=False)
+    for level in _native.simd_levels():
+        out = torch.empty_like(k)
+        _native.rotate_keys(k, cos.numpy(), sin.numpy(), str(dtype).removeprefix("torch."), False, out, level)
+        assert torch.equal(out.isnan(), want.isnan())
+        assert torch.equal(out[~out.isnan()], want[~want.isnan()])
+
+
+def test_native_refuses_what_does_not_fit() -> None:
+    k, angles = torch.zeros(2, 3, 8), torch.zeros(4).numpy()
+    for bad in (
+        (k, angles[:3], angles, "float32", False, k.clone()),
+        (k, torch.zeros(5).numpy(), torch.zeros(5).numpy(), "float32", False, k.clone()),
+        (k, angles, angles, "bfloat16", False, k.clone()),
+        (k, angles, angles, "float32", False, torch.zeros(2, 3, 9)),
+        (k.transpose(1, 2), angles[:1], angles[:1], "float32", False, k.transpose(1, 2)),
+    ):
+        with pytest.raises(ValueError):
+            _native.rotate_keys(*bad)
 
 
 def test_refuses_shapes_that_do_not_fit() -> None:
