@@ -220,8 +220,16 @@ OPS: dict[str, tuple[Check, Check]] = {
     # between an engine and its node
     "attach": (_record(role=_text(16)), _record(member=MEMBER, nonce=TOKEN, slab_bytes=U63)),
     "lookup": (
-        _record(chunks=_list(CHUNK, CHUNKS_MAX), content_reuse=_bool, everywhere=_bool, deadline_s=_number),
-        _record(answers=_list(ANSWER, CHUNKS_MAX)),
+        _record(
+            chunks=_list(CHUNK, CHUNKS_MAX),
+            starts=_list(U31, CHUNKS_MAX),  # where each chunk begins in the prompt, in tokens
+            content_reuse=_bool,
+            everywhere=_bool,
+            deadline_s=_number,
+            bytes_within_s=_optional(_number),  # until the bytes must be here; none: no matter when
+        ),
+        # patience_s: a fetch that takes longer is slower than computing; none: the prefill is unknown
+        _record(answers=_list(ANSWER, CHUNKS_MAX), patience_s=_optional(_number)),
     ),
     "fetch": (
         _record(wants=_list(_tuple(BODY, _list(HOLDER, HOLDERS_MAX)), CHUNKS_MAX), deadline_s=_number),
@@ -244,7 +252,13 @@ OPS: dict[str, tuple[Check, Check]] = {
     "open": (_record(descriptor=DESCRIPTOR), NONE),
     "siblings": (_record(descriptor=DESCRIPTOR), _record(descriptors=_list(DESCRIPTOR, 4096))),
     "mesh": (_record(deadline_s=_number), _anything),
-    "report": (_record(prefill_tokens_per_s=_number), NONE),
+    # prefills: (tokens computed, tokens attended to in all, seconds) each
+    "report": (
+        _record(
+            prefill_tokens_per_s=_optional(_number), prefills=_list(_tuple(U31, U63, _number), CHUNKS_MAX)
+        ),
+        NONE,
+    ),
 }
 _ERROR = _record(code=_text(32), text=_text(4096))
 

@@ -53,7 +53,8 @@ class Pull(Protocol):
     """One body under way into a destination.
 
     `done` ends with None, or with TransportError or TicketGone. `settled` ends when nothing will
-    write to the destination any more, which may be later than `done` (law 5).
+    write to the destination any more, which may be later than `done` (law 5). A pull that counts the bytes
+    that have come between two reports of progress offers them as `landed_bytes`.
     """
 
     done: asyncio.Future[None]

@@ -40,13 +40,18 @@ class EngineDesk:
         return self._loop.time() + max(body["deadline_s"], 0.0)
 
     async def _on_lookup(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        answers = await self._node.lookup(
+        if len(body["starts"]) != len(body["chunks"]):
+            raise RemoteError("a lookup says of every chunk where it begins")
+        within_s = body["bytes_within_s"]
+        found = await self._node.lookup(
             [(ContentKey(c), ExactKey(e)) for c, e in body["chunks"]],
             content_reuse=body["content_reuse"],
             everywhere=body["everywhere"],
             deadline_s=self._deadline_s(body),
+            starts=body["starts"],
+            bytes_by_s=self._loop.time() + within_s if within_s is not None else float("inf"),
         )
-        return {"answers": [_answer_to_wire(a) for a in answers]}
+        return {"answers": [_answer_to_wire(a) for a in found.answers], "patience_s": found.patience_s}
 
     async def _on_fetch(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         wants = [
@@ -99,7 +104,11 @@ class EngineDesk:
         return {"nodes": await self._node.mesh_status(self._deadline_s(body))}
 
     async def _on_report(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        self._node.costs.prefill_tokens_per_s = max(body["prefill_tokens_per_s"], 0.0)
+        prefill = self._node.costs.prefill
+        if body["prefill_tokens_per_s"] is not None:
+            prefill.say(body["prefill_tokens_per_s"])
+        for tokens, attended, seconds in body["prefills"]:
+            prefill.observe(tokens, attended, seconds)
         return {}
 
 

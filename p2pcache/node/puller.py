@@ -17,12 +17,13 @@ from p2pcache.core.flight import Flights
 from p2pcache.core.flight import Ticket as FlightTicket
 from p2pcache.core.membership import Member, View
 from p2pcache.core.planner import Costs
+from p2pcache.core.rates import Meter
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Control, Pull, Ticket, TicketGone, Transport, TransportError
 from p2pcache.node.counters import Counters
 from p2pcache.node.residency import Residency
 from p2pcache.node.wireform import body_from_wire
-from p2pcache.types import BodyInfo, DeadlineExceeded, Holder, Miss, RemoteError, TierFull
+from p2pcache.types import BodyInfo, DeadlineExceeded, Holder, Miss, RemoteError, Tier, TierFull
 
 HOLDERS_TRIED_MAX = 4
 _MISSES = {miss.value: miss for miss in Miss}
@@ -160,7 +161,7 @@ class Puller:
             now_s = self._loop.time()
             answer_by_s = deadline_s if holder is holders[-1] else now_s + (deadline_s - now_s) / 2
             for transport in self.ways(peer):
-                outcome = await self._try(body, peer, transport, answer_by_s, deadline_s)
+                outcome = await self._try(body, peer, holder.tier, transport, answer_by_s, deadline_s)
                 if outcome.slot is not None:
                     return outcome
                 miss = outcome.miss or miss
@@ -171,7 +172,13 @@ class Puller:
         return Pulled(None, miss=miss)
 
     async def _try(
-        self, body: BodyInfo, peer: Member, transport: Transport, answer_by_s: float, deadline_s: float
+        self,
+        body: BodyInfo,
+        peer: Member,
+        tier: Tier,
+        transport: Transport,
+        answer_by_s: float,
+        deadline_s: float,
     ) -> Pulled:
         """One holder by one transport. answer_by_s: until when it may take to give its leave."""
         try:
@@ -182,18 +189,22 @@ class Puller:
         settled: asyncio.Future[None] = self._loop.create_future()
         settled.set_result(None)
         ticket = None
+        meter = self._costs.meter(transport.name, peer.name)
         try:
             ticket = await self._open(peer, transport.name, body, answer_by_s)
             if isinstance(ticket, Miss):
                 self._residency.give_up(slot, settled)
                 return Pulled(None, peer.name, transport.name, ticket)
-            pull = _Transfer(self._loop, self._residency, slot, ticket)
+            if tier is not Tier.NVME:  # else the holder has read its disk meanwhile
+                meter.opened(self._loop.time() - started_s, self._loop.time())
+            pull = _Transfer(self._loop, self._residency, slot, ticket, meter)
             settled = pull.start(peer, transport)
             await pull.finish(deadline_s)
             slot = self._residency.commit(slot, ticket.checksums, ticket.meta)
         except BaseException as error:
             self._residency.give_up(slot, settled)
-            miss = self._why(error, peer, transport, self._loop.time() - started_s)
+            waited_s = 0.0 if meter.came_s > started_s else self._loop.time() - started_s
+            miss = self._why(error, peer, transport, waited_s)
             if miss is None:
                 raise
             return Pulled(None, peer.name, transport.name, miss)
@@ -201,12 +212,15 @@ class Puller:
             if isinstance(ticket, Ticket):
                 self._close(peer, ticket.token)
         seconds = self._loop.time() - started_s
-        self._costs.rate(transport.name, peer.name).observe(body.nbytes, seconds)
+        meter.rate.seconds.observe(seconds)
         self._counters[f"pulls_{transport.name}"] += 1
         return Pulled(slot, peer.name, transport.name, None, seconds)
 
     def _why(self, error: BaseException, peer: Member, transport: Transport, waited_s: float) -> Miss | None:
-        """A fault as a reason; None for what is not a fault of the way or the peer."""
+        """A fault as a reason; None for what is not a fault of the way or the peer.
+
+        waited_s: how long nothing had come from the peer by this way.
+        """
         if isinstance(error, CorruptBody):
             self._counters["corrupt"] += 1
             return Miss.CORRUPT
@@ -306,8 +320,17 @@ class Puller:
 class _Transfer:
     """Bytes arriving in a slot, checked layer by layer while the next ones are on their way."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, residency: Residency, slot: Slot, ticket: Ticket):
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        residency: Residency,
+        slot: Slot,
+        ticket: Ticket,
+        meter: Meter,
+    ):
+        """meter: is told of the bytes as they come, and of those that did not."""
         self._loop = loop
+        self._meter = meter
         self._residency = residency
         self._slot = slot
         self._ticket = ticket
@@ -319,11 +342,14 @@ class _Transfer:
         """Begin; returns the future that says when nothing will write to the slot any more."""
         dest = self._residency.slab.view(self._slot.offset, self._slot.nbytes)
         self._pull = transport.pull(peer, self._ticket, dest, self._on_progress)
+        self._meter.begin(self._loop.time())
         self._pull.done.add_done_callback(lambda _: self._news.set())
         return self._pull.settled
 
     def _on_progress(self, nbytes: int) -> None:
-        self._arrived = max(self._arrived, nbytes)
+        if nbytes > self._arrived:
+            self._meter.came(nbytes - self._arrived, self._loop.time())
+            self._arrived = nbytes
         self._news.set()
 
     async def finish(self, deadline_s: float) -> None:
@@ -331,6 +357,7 @@ class _Transfer:
         assert self._pull is not None
         ticket, layers, checked = self._ticket, len(self._ticket.checksums), 0
         layer_bytes = ticket.nbytes // layers
+        late, lost = False, 0
         try:
             async with asyncio.timeout_at(deadline_s):
                 while checked < layers:
@@ -359,7 +386,15 @@ class _Transfer:
                         raise CorruptBody(f"layer {bad} does not match its checksum")
                     checked = whole
                 await self._pull.done
+            self._on_progress(ticket.nbytes)  # the end needs no report
+        except (TimeoutError, asyncio.CancelledError):
+            late = True
+            raise
         finally:
+            if late:
+                self._on_progress(getattr(self._pull, "landed_bytes", 0))
+                lost = ticket.nbytes - self._arrived
+            self._meter.end(self._loop.time(), lost=lost, fault=not late and self._arrived < ticket.nbytes)
             if not self._pull.done.done() or not self._pull.settled.done():
                 self._pull.abandon()
             # Somebody has to look at it, or asyncio complains of an exception never retrieved.

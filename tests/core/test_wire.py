@@ -74,11 +74,13 @@ SAMPLES = {
     "lookup": (
         record(
             chunks=lists(row(key, key)),
+            starts=lists(u31),
             content_reuse=st.booleans(),
             everywhere=st.booleans(),
             deadline_s=seconds,
+            bytes_within_s=st.none() | seconds,
         ),
-        record(answers=lists(answer)),
+        record(answers=lists(answer), patience_s=st.none() | seconds),
     ),
     "fetch": (
         record(wants=lists(row(body, lists(holder))), deadline_s=seconds),
@@ -94,7 +96,10 @@ SAMPLES = {
     "open": (record(descriptor=meta), nothing),
     "siblings": (record(descriptor=meta), descriptors),
     "mesh": (record(deadline_s=seconds), anything),
-    "report": (record(prefill_tokens_per_s=seconds), nothing),
+    "report": (
+        record(prefill_tokens_per_s=st.none() | seconds, prefills=lists(row(u31, u63, seconds))),
+        nothing,
+    ),
 }
 
 
