@@ -1,8 +1,8 @@
 """Nodes in processes of their own, on loopback or at the two ends of a link of a given rate.
 
-The link is a veth pair between two network namespaces with a token bucket (`tc tbf`) at each end, which needs
-root. As a program (`python -m bench.shaped SETTINGS`) this file is such a node: it prints how it is known as a
-line of JSON, then follows the Views it is told, a line each, until its input ends.
+The link is a veth pair between two network namespaces with a token bucket (`tc tbf`) at each end, which
+needs root. As a program (`python -m bench.shaped SETTINGS`) this file is such a node: it prints how it is
+known as a line of JSON, then follows the Views it is told, a line each, until its input ends.
 """
 
 from __future__ import annotations

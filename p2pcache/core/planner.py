@@ -29,6 +29,7 @@ LOCAL_S = 2e-6
 PATIENCE = 1.5
 """A fetch is given up after so many times what computing its chunks would take: then the plan was wrong."""
 PATIENCE_MIN_S = 0.02
+PEERS_SHOWN = 32
 
 
 class Costs:
@@ -64,12 +65,16 @@ class Costs:
         }
 
     def plain(self, now_s: float) -> dict[str, Any]:
-        """For a status."""
-        rates = [
-            {"way": way, "peer": peer, **meter.rate.plain(now_s)}
-            for (way, peer), meter in sorted(self._meters.items())
-        ]
-        return {"prefill": self.prefill.plain(), "rates": rates}
+        """For a status: `usual`, a rate a way; `peers`, those most used; the inlet's, None if unknown."""
+        rows = [{"way": way, "peer": peer, **m.rate.plain(now_s)} for (way, peer), m in self._meters.items()]
+        rows.sort(key=lambda row: (-row["bodies"], row["way"], row["peer"]))
+        inlet = self.inlet.rate
+        return {
+            "prefill": self.prefill.plain(),
+            "usual": [row for row in rows if not row["peer"]],
+            "peers": [row for row in rows if row["peer"]][:PEERS_SHOWN],
+            "inlet_bytes_per_s": None if inlet is None else 1 / inlet.at(now_s)[1],
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,8 @@ HOLD = 0.05
 """An estimate in use is replaced when the measured one differs by more than this share (hysteresis)."""
 FRESH_S = 30.0
 FADE_S = 60.0  # once no longer fresh, an estimate is half-way to the usual one after so long
-PERIOD_S = 0.5  # of transfers that never pause, so much at a time is measured
+PERIOD_S = 0.5  # transfers that never pause are measured in parts, each at least so long ...
+_ROUNDS = 8  # ... in which every transfer has reported so often: reports come in bursts
 _REMEMBERED, _STRAYS_REMEMBERED = 5, 40
 _CAUTION_MIN, _CAUTION_MAX = 1.25, 4.0
 _LOST_SHARE = 0.5
@@ -143,6 +144,7 @@ class Period:
     active: int = 0
     since_s: float = 0.0
     came: int = 0
+    largest: int = 0  # report
     lost: int = 0
     void: bool = False  # a fault in it: its time says nothing of the line
     shared: bool = False  # others used the same line meanwhile
@@ -152,12 +154,18 @@ class Period:
             self.since_s = now_s
         self.active += 1
 
+    def report(self, nbytes: int) -> None:
+        self.came += nbytes
+        self.largest = max(self.largest, nbytes)
+
     def over(self, now_s: float) -> bool:
         """Whether what has come so far can be measured now."""
-        return not self.active or (now_s - self.since_s >= PERIOD_S and self.came >= MEASURABLE_BYTES)
+        enough = self.came >= max(_ROUNDS * self.active * self.largest, MEASURABLE_BYTES)
+        return not self.active or (enough and now_s - self.since_s >= PERIOD_S)
 
     def restart(self, now_s: float) -> None:
-        self.since_s, self.came, self.lost, self.void, self.shared = now_s, 0, 0, False, False
+        self.since_s, self.came, self.largest, self.lost = now_s, 0, 0, 0
+        self.void = self.shared = False
 
 
 @dataclass(slots=True)
@@ -182,6 +190,11 @@ class Meter:
         for rate in self.learners:
             rate.observe_latency(seconds, now_s)
 
+    def brought(self, seconds: float) -> None:
+        """One body took so long, all in all."""
+        for rate in self.learners:
+            rate.seconds.observe(seconds)
+
     def begin(self, now_s: float) -> None:
         """A transfer starts: its bytes may come from now on."""
         self.period.begin(now_s)
@@ -191,9 +204,9 @@ class Meter:
     def came(self, nbytes: int, now_s: float) -> None:
         """More bytes of a transfer under way."""
         self.came_s = now_s
-        self.period.came += nbytes
+        self.period.report(nbytes)
         if self.inlet is not None:
-            self.inlet.period.came += nbytes
+            self.inlet.period.report(nbytes)
         self._close(now_s)
 
     def end(self, now_s: float, *, lost: int = 0, fault: bool = False) -> None:
@@ -264,6 +277,7 @@ class Prefill:
     # A single length cannot tell the three apart: then it is laid to the tokens.
     _RIDGE = np.array([1e-2, 1e-4, 1e-2])
     _FORGET = 0.95
+    _SECONDS = 1e-6, 1e6  # what is not between them is no prefill
     _STRAY, _STRAY_AFTER = 3.0, 5  # once so many are known, one report moves the rate by no more
 
     def __init__(self, tokens_per_s: float = 0.0) -> None:
@@ -287,10 +301,10 @@ class Prefill:
 
     def observe(self, tokens: int, attended: int, seconds: float) -> None:
         """The engine computed so many tokens in so many seconds, in one prefill."""
-        if tokens <= 0 or attended < 0 or not 0 < seconds < float("inf"):
+        if tokens <= 0 or attended < 0 or not self._SECONDS[0] <= seconds <= self._SECONDS[1]:
             return
         if self._reports >= self._STRAY_AFTER:
-            expected_s = self._total_s(tokens, attended)
+            expected_s = max(self._total_s(tokens, attended), self._SECONDS[0])
             seconds = min(max(seconds, expected_s / self._STRAY), expected_s * self._STRAY)
         # Relative errors count, so that a short prompt is fitted as well as a long one.
         row = np.array([1.0, tokens, attended]) / self._UNITS / seconds
@@ -301,8 +315,8 @@ class Prefill:
             _non_negative(self._gram + np.diag(self._RIDGE * self._gram.diagonal() + 1e-12), self._right)
             / self._UNITS
         )
-        now_s = fitted @ (1, tokens, attended)
-        if not self.known or abs(now_s / self._total_s(tokens, attended) - 1) > HOLD:
+        before_s, now_s = self._total_s(tokens, attended), fitted @ (1, tokens, attended)
+        if not self.known or abs(now_s - before_s) > HOLD * before_s:
             self._start_s, self._token_s, self._pair_s = map(float, fitted)
 
     def _total_s(self, tokens: int, attended: int) -> float:

@@ -279,7 +279,7 @@ class Node:
                     return Grant(None, source, peer, transport, Miss.LAYOUT)
                 if tier is Tier.NVME and source is Source.LOCAL:
                     source = Source.NVME
-                    self.costs.rate("nvme").seconds.observe(self._loop.time() - started_s)
+                    self.costs.meter("nvme").brought(self._loop.time() - started_s)
                 return Grant(slot, source, peer, transport, None, self._loop.time() - started_s)
             # 2. A peer. What it brings is committed here, so the next turn finds it at hand.
             if attempt or not remote:

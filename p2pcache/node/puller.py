@@ -212,7 +212,7 @@ class Puller:
             if isinstance(ticket, Ticket):
                 self._close(peer, ticket.token)
         seconds = self._loop.time() - started_s
-        meter.rate.seconds.observe(seconds)
+        meter.brought(seconds)
         self._counters[f"pulls_{transport.name}"] += 1
         return Pulled(slot, peer.name, transport.name, None, seconds)
 
