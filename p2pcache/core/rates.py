@@ -21,8 +21,9 @@ MEASURABLE_BYTES = 64 * 1024
 """Fewer say nothing of a bandwidth."""
 HOLD = 0.05
 """An estimate in use is replaced when the measured one differs by more than this share (hysteresis)."""
-FRESH_S = 30.0
-FADE_S = 60.0  # once no longer fresh, an estimate is half-way to the usual one after so long
+FRESH_S = 60.0
+FADE_S = 600.0  # once no longer fresh, an estimate is half-way to the usual one after so long,
+FADE_STALLED_S = 30.0  # or so long, where all that is known is that nothing came for a while
 PERIOD_S = 0.5  # transfers that never pause are measured in parts, each at least so long ...
 _ROUNDS = 8  # ... in which every transfer has reported so often: reports come in bursts
 _REMEMBERED, _STRAYS_REMEMBERED = 5, 40
@@ -36,15 +37,15 @@ class _Estimate:
     def __init__(self) -> None:
         self._measured: deque[float] = deque(maxlen=_REMEMBERED)
         self._in_use: float | None = None
-        self._measured_s = 0.0
+        self._measured_s, self._fade_s = 0.0, FADE_S
 
     @property
     def known(self) -> bool:
         return self._in_use is not None
 
-    def add(self, value: float, now_s: float) -> None:
+    def add(self, value: float, now_s: float, fade_s: float = FADE_S) -> None:
         self._measured.append(value)
-        self._measured_s = now_s
+        self._measured_s, self._fade_s = now_s, fade_s
         median = sorted(self._measured)[len(self._measured) // 2]
         if self._in_use is None or abs(median / self._in_use - 1) > HOLD:
             self._in_use = median
@@ -58,7 +59,7 @@ class _Estimate:
         age_s = now_s - self._measured_s - FRESH_S
         if age_s <= 0:
             return self._in_use
-        kept = 0.5 ** (age_s / FADE_S)  # by ratio: rates differ by orders of magnitude
+        kept = 0.5 ** (age_s / self._fade_s)  # by ratio: rates differ by orders of magnitude
         return self._in_use**kept * usual ** (1 - kept)
 
 
@@ -96,13 +97,13 @@ class Rate:
         if seconds > 0:
             self._latency.add(seconds, now_s)
 
-    def observe(self, nbytes: int, seconds: float, now_s: float) -> None:
+    def observe(self, nbytes: int, seconds: float, now_s: float, fade_s: float = FADE_S) -> None:
         """Learn from bytes that took so long, all of them together, latency not counted."""
         if nbytes < MEASURABLE_BYTES or seconds <= 0:
             return
         if self._pace.known:
             self._strays.append(seconds / nbytes / self.at(now_s)[1])
-        self._pace.add(seconds / nbytes, now_s)
+        self._pace.add(seconds / nbytes, now_s, fade_s)
 
     def observe_late(self, came: int, lost: int, seconds: float, now_s: float) -> None:
         """Learn from transfers that were given up: what they show is that this way is no faster.
@@ -113,7 +114,7 @@ class Rate:
         nbytes = max(came + int(lost * _LOST_SHARE), MEASURABLE_BYTES)
         if seconds > nbytes * self.at(now_s)[1]:
             self._pace.forget()  # the median of a rosier past would take several more surprises
-            self.observe(nbytes, seconds, now_s)
+            self.observe(nbytes, seconds, now_s, FADE_S if came >= MEASURABLE_BYTES else FADE_STALLED_S)
 
     def observe_shared(self, nbytes: int, seconds: float, now_s: float) -> None:
         """Learn from a time in which others used the same line: this way is at least so fast."""

@@ -191,11 +191,13 @@ class Puller:
         ticket = None
         meter = self._costs.meter(transport.name, peer.name)
         try:
+            idle = not meter.period.active
             ticket = await self._open(peer, transport.name, body, answer_by_s)
             if isinstance(ticket, Miss):
                 self._residency.give_up(slot, settled)
                 return Pulled(None, peer.name, transport.name, ticket)
-            if tier is not Tier.NVME:  # else the holder has read its disk meanwhile
+            # A ticket behind other bytes waits for those, and one from NVMe for the holder's disk.
+            if idle and not meter.period.active and tier is not Tier.NVME:
                 meter.opened(self._loop.time() - started_s, self._loop.time())
             pull = _Transfer(self._loop, self._residency, slot, ticket, meter)
             settled = pull.start(peer, transport)

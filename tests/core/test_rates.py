@@ -104,6 +104,14 @@ def test_being_late_halves_an_estimate_until_it_is_right():
     assert pace(rate) == before, "a caller in a hurry shows nothing"
 
 
+def test_a_stall_is_forgotten_sooner_than_a_slow_line():
+    stalled, slow = Rate(*PRIOR), Rate(*PRIOR)
+    stalled.observe_late(0, 64 * MIB, 10.0, 0.0)
+    slow.observe_late(32 * MIB, 0, 10.0, 0.0)
+    assert pace(stalled) == pace(slow)
+    assert pace(stalled, FRESH_S + 300) < 1.1 / PRIOR[1] < 10 / PRIOR[1] < pace(slow, FRESH_S + 300)
+
+
 def test_caution_follows_how_far_transfers_stray():
     steady, wild = Rate(*PRIOR), Rate(*PRIOR)
     for i in range(40):
