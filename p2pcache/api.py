@@ -21,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from p2pcache.core.records import (
     leased,
     pack_asked,
     pack_bodies,
+    pack_starts,
     unpack_answers,
 )
 from p2pcache.core.wire import ANSWER, ASK
@@ -61,6 +63,8 @@ from p2pcache.types import (
 _log = logging.getLogger(__name__)
 LOOKUP_BUDGET_S = 0.25
 FETCH_BUDGET_S = 5.0
+_LOOKUP_SHARE = 0.5  # of a deadline, what the lookup may take of it
+_REPLY_SHARE = 0.1  # and what is kept for replies to reach the caller
 _RECONNECT_S = 1.0
 _COMMIT_S = 1.0
 
@@ -107,8 +111,23 @@ class Client:
         return Cache(self, namespace)
 
     def report_prefill_rate(self, tokens_per_s: float) -> None:
-        """Tell the planner how fast this engine computes; a chunk slower to fetch is a miss."""
-        self._ask("report", {"prefill_tokens_per_s": float(tokens_per_s)}, self.budget_s)
+        """Tell the planner how fast this engine computes, instead of all that was reported before.
+
+        0: unknown, then nothing is recomputed for being faster to compute than to fetch.
+        """
+        request = {"prefill_tokens_per_s": float(tokens_per_s), "prefills": []}
+        self._ask("report", request, self.budget_s)
+
+    def report_prefill(self, tokens: int, attended: int, seconds: float) -> None:
+        """Tell the planner what one prefill took: it learns from these how fast this engine computes.
+
+        tokens: computed ones. attended: the sum, over these, of how many tokens stood before each, reused
+        ones too. seconds: until the device was done, waiting for bytes not counted. Does not wait, and never
+        raises for a fault.
+        """
+        request = {"prefill_tokens_per_s": None, "prefills": [[int(tokens), int(attended), float(seconds)]]}
+        with suppress(NodeDown):  # without a node there is nothing to plan
+            self.link().notify("report", request)
 
     def namespaces(self, tenant: bytes | None = None) -> list[Namespace]:
         """The namespaces that were opened in the mesh, as this tenant's. Raises NodeDown."""
@@ -202,25 +221,33 @@ class Cache:
         content_reuse: bool = True,
         everywhere: bool = False,
         budget_s: float = LOOKUP_BUDGET_S,
+        deadline_s: float | None = None,
     ) -> Lookup:
         """Find the chunks of a prompt in the mesh and plan where each comes from.
 
         content_reuse: accept bodies computed behind other tokens (non-prefix reuse). everywhere:
-        list other holders even of what is at hand.
+        list other holders even of what is at hand. deadline_s: from now until the bytes must be here,
+        lookup and fetch together; what cannot come by then is a miss, and the fetch of this lookup ends then.
         """
-        started_s = time.perf_counter()
+        started_s, by_s = time.perf_counter(), None
+        if deadline_s is not None:
+            by_s = time.monotonic() + deadline_s * (1 - _REPLY_SHARE)
+            budget_s = min(budget_s, deadline_s * _LOOKUP_SHARE)
         run = as_tokens(tokens)
         keys = chunk_keys(self._key, run, (chunker or ContentChunker()).spans(run))
         if not keys:
             return Lookup(run, (), time.perf_counter() - started_s)
+        patience_s = None
         try:
             self._announce(wait=False)
             asked = pack_asked(keys)
-            reply = self._ask_for(asked, content_reuse, everywhere, budget_s)
+            within_s = None if by_s is None else max(by_s - time.monotonic(), 0.0)
+            reply = self._ask_for(keys, asked, content_reuse, everywhere, budget_s, within_s)
+            patience_s = reply["patience_s"]
             wants = chosen_alone(reply, asked, [stop - start for start, stop, *_ in keys])
             if wants is not None:  # nothing to choose, and no objects before somebody looks at them
                 chunks = SingleChunks(wants, lambda: map(lookup_chunk, keys, unpack_answers(reply)))
-                return Lookup(run, chunks, time.perf_counter() - started_s)
+                return Lookup(run, chunks, time.perf_counter() - started_s, by_s, patience_s)
             found = list(map(lookup_chunk, keys, unpack_answers(reply)))
         except (NodeDown, RemoteError) as error:
             miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
@@ -228,7 +255,8 @@ class Cache:
                 LookupChunk(k, Match.NONE, Source.RECOMPUTE, None, "", (), 0.0, miss, str(error))
                 for k in keys
             ]
-        return Lookup(run, tuple(mark_runs(self._key, found)), time.perf_counter() - started_s)
+        chunks = tuple(mark_runs(self._key, found))
+        return Lookup(run, chunks, time.perf_counter() - started_s, patience_s, by_s)
 
     def explain(
         self,
@@ -254,7 +282,7 @@ class Cache:
         for held in self._siblings():
             keys = chunk_keys(held.key(), found.tokens, spans)
             try:
-                answers = unpack_answers(self._ask_for(pack_asked(keys), True, True, budget_s))
+                answers = unpack_answers(self._ask_for(keys, pack_asked(keys), True, True, budget_s, None))
             except (NodeDown, RemoteError):
                 break
             for k, answer in zip(keys, answers, strict=True):
@@ -266,12 +294,16 @@ class Cache:
             else c
             for c in found.chunks
         )
-        return Lookup(found.tokens, chunks, found.seconds)
+        return dataclasses.replace(found, chunks=chunks)
 
     # -- bring -----------------------------------------------------------------------------------
 
     def fetch(self, lookup: Lookup, *, budget_s: float = FETCH_BUDGET_S) -> Fetched:
-        """Bring what a lookup found into this host's slab. Ownership: see `FetchedChunk`."""
+        """Bring what a lookup found into this host's slab. Ownership: see `FetchedChunk`.
+
+        It ends with the budget, the lookup's deadline, or its patience, whichever is first.
+        """
+        budget_s = lookup.within_s(budget_s, time.monotonic())
         chunks = lookup.chunks
         if isinstance(chunks, SingleChunks):
             asked: Sequence[int] = range(len(chunks))
@@ -404,13 +436,21 @@ class Cache:
                 yield held
 
     def _ask_for(
-        self, asked: bytes, content_reuse: bool, everywhere: bool, budget_s: float
+        self,
+        keys: Sequence[ChunkKeys],
+        asked: bytes,
+        content_reuse: bool,
+        everywhere: bool,
+        budget_s: float,
+        within_s: float | None,
     ) -> Mapping[str, Any]:
         request = {
             "chunks": asked,
+            "starts": pack_starts([start for start, *_ in keys]),
             "content_reuse": content_reuse,
             "everywhere": everywhere,
             "deadline_s": budget_s,
+            "bytes_within_s": within_s,
         }
         reply = self.client._ask("lookup", request, budget_s)
         if len(reply["answers"]) // ANSWER.size != len(asked) // ASK.size:

@@ -79,6 +79,10 @@ _TABLE = _table(
     ("pulls_joined_total", _C, "bodies", "pulls saved: the same body was already under way", ()),
     ("pulls_in_flight", _G, "bodies", "bodies being brought from peers now", ()),
     ("deadlines_missed_total", _C, "chunks", "chunks for which the caller's time was up", ("step",)),
+    # what the planner goes by; a way is a transport, or `nvme`
+    ("way_latency_seconds", _G, "seconds", "until bytes begin to come, by way, as measured", ("way",)),
+    ("way_bytes_per_second", _G, "bytes/second", "how fast they come then, from one peer", ("way",)),
+    ("prefill_tokens_per_second", _G, "tokens/second", "the engine's, of a short prompt; 0: unknown", ()),
     # stores and tiers
     ("stored_total", _C, "bodies", "bodies committed by engines", ()),
     ("stores_resident_total", _C, "bodies", "bodies offered by engines that were there already", ()),
@@ -147,7 +151,8 @@ def samples(status: Mapping[str, Any]) -> list[Sample]:
     node = str(status["name"])
     if "error" in status:
         return [_sample("up", node, 0)]
-    return [_sample("up", node, 1), *_states(status, node), *_counts(status, node), *_sights(status, node)]
+    parts = (_states, _counts, _sights, _planner)
+    return [_sample("up", node, 1), *(sample for part in parts for sample in part(status, node))]
 
 
 def _sample(key: str, node: str, value: float, **labels: str) -> Sample:
@@ -207,6 +212,16 @@ def _sights(status: Mapping[str, Any], node: str) -> Iterator[Sample]:
         yield from _histogram("fetch_duration_seconds", node, plain, source=source)
     for transport, plain in sight["pull_seconds"].items():
         yield from _histogram("pull_duration_seconds", node, plain, transport=transport)
+
+
+def _planner(status: Mapping[str, Any], node: str) -> Iterator[Sample]:
+    planner: Mapping[str, Any] | None = status.get("planner")
+    if planner is None:  # a node of an older version
+        return
+    for row in planner["usual"]:
+        yield _sample("way_latency_seconds", node, row["latency_s"], way=row["way"])
+        yield _sample("way_bytes_per_second", node, row["bytes_per_s"], way=row["way"])
+    yield _sample("prefill_tokens_per_second", node, planner["prefill"]["tokens_per_s"])
 
 
 def _histogram(key: str, node: str, plain: Mapping[str, Any], **labels: str) -> Iterator[Sample]:

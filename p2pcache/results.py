@@ -87,11 +87,23 @@ class SingleChunks(Lazy[LookupChunk]):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The chunks of one prompt, in order, without gaps."""
+    """The chunks of one prompt, in order, without gaps.
+
+    patience_s: a fetch of these chunks that takes longer is slower than computing them; None: the engine's
+    prefill is unknown. by_s: of `time.monotonic`, when the bytes must be here; None: no matter when.
+    """
 
     tokens: np.ndarray
     chunks: Sequence[LookupChunk]
     seconds: float
+    patience_s: float | None = None
+    by_s: float | None = None
+
+    def within_s(self, budget_s: float, now_s: float) -> float:
+        """How long a fetch that begins now may take, of a budget. now_s: of `time.monotonic`."""
+        if self.patience_s is not None:
+            budget_s = min(budget_s, self.patience_s)
+        return budget_s if self.by_s is None else max(min(budget_s, self.by_s - now_s), 0.0)
 
     @property
     def exact_tokens(self) -> int:

@@ -83,6 +83,15 @@ def unpack_asked(chunks: bytes) -> list[tuple[ContentKey, ExactKey]]:
     return list(ASK.iter_unpack(chunks))  # type: ignore[arg-type]
 
 
+def pack_starts(starts: Sequence[int]) -> bytes:
+    """Where each chunk begins in the prompt, in tokens."""
+    return np.asarray(starts, dtype="<u4").tobytes()
+
+
+def unpack_starts(starts: bytes) -> list[int]:
+    return np.frombuffer(starts, dtype="<u4").tolist()
+
+
 def asked_tokens(wants: Bodies) -> list[int]:
     """How many tokens each body has."""
     return np.frombuffer(wants.bodies, _WANT_FIELDS)["tokens"].tolist()
@@ -178,8 +187,8 @@ class Answer(NamedTuple):
     cost_s: float
 
 
-def pack_answers(answers: Iterable[Answer]) -> dict[str, Any]:
-    """The tables of a lookup's reply."""
+def pack_answers(answers: Iterable[Answer], patience_s: float | None = None) -> dict[str, Any]:
+    """A lookup's reply. patience_s: a fetch that takes longer is slower than computing."""
     names, rows, found = Names(), [], []
     for a in answers:
         chosen = NONE
@@ -203,6 +212,7 @@ def pack_answers(answers: Iterable[Answer]) -> dict[str, Any]:
         "answers": b"".join(rows),
         "found": tables.bodies,
         "holders": tables.holders,
+        "patience_s": patience_s,
     }
 
 
@@ -266,6 +276,7 @@ class HomeAnswers:
             "answers": b"".join(self._answers),
             "found": b"".join(self._found),
             "holders": b"".join(self._holders),
+            "patience_s": None,
         }
 
 

@@ -189,6 +189,7 @@ def _ticket(value: Any) -> None:
 
 # Tables of packed records, between an engine and its node; `core/records.py` says what is in them.
 ASK = struct.Struct("<16s16s")
+START = struct.Struct("<I")
 WANT = struct.Struct("<16s16sIQBIHH")
 HOLDER_RECORD = struct.Struct("<HQB")
 ANSWER = struct.Struct("<BBHBBBd")
@@ -224,12 +225,21 @@ OPS: dict[str, tuple[Check, Check]] = {
     # between an engine and its node
     "attach": (_record(role=_text(16)), _record(member=MEMBER, nonce=TOKEN, slab_bytes=U63)),
     "lookup": (
-        _record(chunks=_table(ASK, CHUNKS_MAX), content_reuse=_bool, everywhere=_bool, deadline_s=_number),
+        _record(
+            chunks=_table(ASK, CHUNKS_MAX),
+            starts=_table(START, CHUNKS_MAX),  # where each chunk begins in the prompt, in tokens
+            content_reuse=_bool,
+            everywhere=_bool,
+            deadline_s=_number,
+            bytes_within_s=_optional(_number),  # until the bytes must be here; none: no matter when
+        ),
         _record(
             names=NAMES,
             answers=_table(ANSWER, CHUNKS_MAX),
             found=_table(WANT, CHUNKS_MAX * BODIES_MAX),
             holders=_table(HOLDER_RECORD, MESSAGE_BYTES_MAX),
+            # a fetch that takes longer is slower than computing; none: the prefill is unknown
+            patience_s=_optional(_number),
         ),
     ),
     "fetch": (
@@ -263,7 +273,13 @@ OPS: dict[str, tuple[Check, Check]] = {
     "open": (_record(descriptor=DESCRIPTOR), NONE),
     "siblings": (_record(descriptor=DESCRIPTOR), _record(descriptors=_list(DESCRIPTOR, 4096))),
     "mesh": (_record(deadline_s=_number), _anything),
-    "report": (_record(prefill_tokens_per_s=_number), NONE),
+    # prefills: (tokens computed, tokens attended to in all, seconds) each
+    "report": (
+        _record(
+            prefill_tokens_per_s=_optional(_number), prefills=_list(_tuple(U31, U63, _number), CHUNKS_MAX)
+        ),
+        NONE,
+    ),
 }
 _ERROR = _record(code=_text(32), text=_text(4096))
 

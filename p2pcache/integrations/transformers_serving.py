@@ -20,7 +20,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,14 +31,13 @@ from p2pcache.integrations.sampling import Sampler, sample
 from p2pcache.integrations.transformers import Prefill, Pull, TransformersEngine
 from p2pcache.results import Lookup, Stored
 from p2pcache.serve.engine import SEGMENT_TOKENS_MIN, Generation, chunker_of
-from p2pcache.types import ConfigError, NodeDown, RemoteError, Source
+from p2pcache.types import ConfigError, Source
 
 _log = logging.getLogger(__name__)
 PULL_BUDGET_S = 2.0
 STORING_BYTES_MAX = 1 << 30
 _NODES_SHARE = 0.9  # of a pull's budget; the rest is for the node's answer, which also says what did come
 _CLOSERS = 4
-RATE_TOKENS_MIN = 256  # a prefill of fewer says little of the engine's speed
 SOURCES = (Source.LOCAL, Source.NVME, Source.PEER)
 
 
@@ -100,7 +98,6 @@ class ServingEngine:
         self._beside = 0  # stores and closes that are under way
         self._storing_bytes = 0
         self._last_stored: Stored | None = None
-        self._rate = self._told_rate = 0.0  # tokens a second, of prefills alone
         self._counts: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
@@ -143,7 +140,6 @@ class ServingEngine:
         if sequence.finished or sequence.answer or pull is None:
             raise ConfigError("a sequence is prefilled once, before it is finished")
         room = sequence.request.tokens_max
-        waits, started_s = not pull.ended(), time.monotonic()
         try:
             wait_s = max(sequence.pull_by_s - time.monotonic(), 0.0)
             prefill = self.engine.complete(pull, wait_s=wait_s, spare_tokens=room)
@@ -161,8 +157,6 @@ class ServingEngine:
         sequence._prefill = prefill
         sequence.answer.append(token)
         self._count_prefill(sequence, prefill)
-        if not waits:
-            self._tell_rate(prefill.recomputed_tokens, time.monotonic() - started_s)
         return token
 
     def decode(self, sequences: Sequence[ServingSequence]) -> list[int]:
@@ -319,25 +313,6 @@ class ServingEngine:
         _log.warning("%s failed: %r", what, error)
         with self._changed:
             self._counts["cache_faults"] += 1
-
-    def _tell_rate(self, tokens: int, seconds: float) -> None:
-        """Tell the planner how fast this engine computes, whenever that has changed by much."""
-        if tokens < RATE_TOKENS_MIN or self.engine.cache is None:
-            return
-        rate = tokens / max(seconds, 1e-6)
-        self._rate = rate if not self._rate else self._rate + 0.3 * (rate - self._rate)
-        if not 0.8 <= self._rate / (self._told_rate or 1e-9) <= 1.25:
-            self._told_rate = told = self._rate
-            client = self.engine.cache.client
-
-            def report() -> None:
-                with suppress(NodeDown, RemoteError):  # without a node there is nothing to plan
-                    client.report_prefill_rate(told)
-
-            with self._changed:
-                if not self._closed:
-                    self._beside += 1
-                    self._closers.submit(self._counted, "a report", report, 0)
 
     def _count_prefill(self, sequence: ServingSequence, prefill: Prefill) -> None:
         exact = min(prefill.sparse.exact_tokens, prefill.prompt_tokens)

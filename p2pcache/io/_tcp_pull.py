@@ -44,6 +44,7 @@ class Span:
     layers: int
     begun: bool = False  # the holder has answered
     good_bytes: int = 0  # here and right
+    check: LayerCheck | None = None  # while it is received
 
 
 def cut(nbytes: int, layers: int, streams_max: int) -> list[Span]:
@@ -77,6 +78,11 @@ class TcpPull(ThreadPull):
         self._sockets: set[socket.socket] = set()
         self._whole = 0  # spans from the first on that have come
         self._telling = threading.Lock()
+
+    @property
+    def landed_bytes(self) -> int:
+        """Bytes that have come, right or not, also between two reports of progress."""
+        return sum(s.good_bytes if (check := s.check) is None else check.landed_bytes for s in self._spans)
 
     def take(self) -> Span | None:
         """The next span that no stream has; None where there is none left."""
@@ -141,7 +147,7 @@ class TcpPull(ThreadPull):
         ticket, nbytes = self.ticket, span.stop - span.start
         sums = ticket.checksums[span.layer : span.layer + span.layers]
         body = self.dest[span.start : span.stop]
-        check = layer_check(body, ticket.exact, sums, span.layer)
+        check = span.check = layer_check(body, ticket.exact, sums, span.layer)
         for upto in range(min(PROGRESS_BYTES, nbytes), nbytes + PROGRESS_BYTES, PROGRESS_BYTES):
             self.check_wanted()
             if _receive_into(sock, body, check, min(upto, nbytes)):
@@ -150,6 +156,7 @@ class TcpPull(ThreadPull):
                 )
             check_sound(check, self.peer)
             self._tell(span, check.good_bytes)
+        span.check = None
 
     def _tell(self, span: Span, good_bytes: int) -> None:
         with self._telling:

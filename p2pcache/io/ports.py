@@ -56,7 +56,8 @@ class Pull(Protocol):
 
     `done` ends with None once all of it is here and right, or with TransportError, TicketGone or
     CorruptBody. `settled` ends when nothing will write to the destination any more, which may be later
-    than `done` (law 5).
+    than `done` (law 5). A pull that counts the bytes that have come between two reports of progress offers
+    them as `landed_bytes`.
     """
 
     done: asyncio.Future[None]

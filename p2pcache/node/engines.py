@@ -15,6 +15,7 @@ from p2pcache.core.records import (
     pack_answers,
     pack_leased,
     unpack_asked,
+    unpack_starts,
 )
 from p2pcache.core.tiers import Slot
 from p2pcache.core.wire import GRANT
@@ -22,6 +23,8 @@ from p2pcache.node.node import Answer, Grant, Node
 from p2pcache.node.session import Session
 from p2pcache.node.wireform import body_from_wire
 from p2pcache.types import ExactKey, RemoteError, Source
+
+AT_HAND_S = 0.001  # who wants bytes sooner is not served from anywhere
 
 
 class EngineDesk:
@@ -52,17 +55,23 @@ class EngineDesk:
         return self._loop.time() + max(body["deadline_s"], 0.0)
 
     async def _on_lookup(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        chunks = unpack_asked(body["chunks"])
-        at_home = None if body["everywhere"] else self._node.home.lookup(chunks)
-        if at_home is not None:
-            return at_home
-        answers = await self._node.lookup(
+        chunks, starts = unpack_asked(body["chunks"]), unpack_starts(body["starts"])
+        if len(starts) != len(chunks):
+            raise RemoteError("a lookup says of every chunk where it begins")
+        within_s = body["bytes_within_s"]
+        if not body["everywhere"] and (within_s is None or within_s > AT_HAND_S):
+            at_home = self._node.home.lookup(chunks)
+            if at_home is not None:
+                return at_home
+        found = await self._node.lookup(
             chunks,
             content_reuse=body["content_reuse"],
             everywhere=body["everywhere"],
             deadline_s=self._deadline_s(body),
+            starts=starts,
+            bytes_by_s=self._loop.time() + within_s if within_s is not None else float("inf"),
         )
-        return pack_answers(map(_answer, answers))
+        return pack_answers(map(_answer, found.answers), found.patience_s)
 
     async def _on_fetch(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         wants = Bodies(body["names"], body["wants"], body["holders"])
@@ -118,7 +127,11 @@ class EngineDesk:
         return {"nodes": await self._node.mesh_status(self._deadline_s(body))}
 
     async def _on_report(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        self._node.costs.prefill_tokens_per_s = max(body["prefill_tokens_per_s"], 0.0)
+        prefill = self._node.costs.prefill
+        if body["prefill_tokens_per_s"] is not None:
+            prefill.say(body["prefill_tokens_per_s"])
+        for tokens, attended, seconds in body["prefills"]:
+            prefill.observe(tokens, attended, seconds)
         return {}
 
 

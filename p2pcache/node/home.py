@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from p2pcache.core.directory import BODIES_PER_KEY_MAX
-from p2pcache.core.planner import Costs, rank_bodies
+from p2pcache.core.planner import LOCAL_S, Costs, rank_bodies
 from p2pcache.core.records import Bodies, HomeAnswers
 from p2pcache.core.tiers import Slot
 from p2pcache.core.wire import WANT
@@ -47,15 +47,16 @@ class Home:
         started_s = self._clock()
         get, by_content = self._residency.tier.get, self._residency.tier.by_content
         with_nvme = self._residency.has_nvme
-        cost_s = self._costs.rate("local").cost_s(0)
-        tokens_min = cost_s * self._costs.prefill_tokens_per_s  # what is shorter is sooner recomputed
-        answers = HomeAnswers(self._name, self._incarnation, cost_s)
+        prefill = self._costs.prefill
+        if prefill.known and prefill.seconds(1, 0) < LOCAL_S:
+            return None  # a short chunk may be sooner computed than looked at
+        answers = HomeAnswers(self._name, self._incarnation, LOCAL_S)
         for content, exact in chunks:
             slot = get(exact)
             if slot is None:
                 return None
             body = slot.body
-            if body.tokens < tokens_min or body.content != content:
+            if body.content != content:
                 return None
             if not with_nvme and len(by_content(content)) == 1:
                 answers.add(body)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from p2pcache.config import NodeConfig
 from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.flight import Waiting
 from p2pcache.core.membership import Member, View
-from p2pcache.core.planner import Choice, Costs, plan_chunk
+from p2pcache.core.planner import Asked, Choice, Costs, plan
 from p2pcache.core.records import Bodies
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Control, NvmeTier, Slab, Transport
@@ -71,6 +72,13 @@ class Answer:
 
     choice: Choice
     found: tuple[Found, ...]
+
+
+class LookedUp(NamedTuple):
+    """An answer a chunk, in order, and how long their fetch may take (`core.planner.Plan.patience_s`)."""
+
+    answers: list[Answer]
+    patience_s: float | None
 
 
 class Grant(NamedTuple):
@@ -162,6 +170,7 @@ class Node:
         self.view = view
         self.puller.view = self.owners.view = view
         self.fence.on_view(view)
+        self.costs.keep(view.members)
         self.shard.on_view(view)
         self.publisher.on_view(view)
 
@@ -174,12 +183,16 @@ class Node:
         content_reuse: bool,
         everywhere: bool,
         deadline_s: float,
-    ) -> list[Answer]:
+        starts: Sequence[int],
+        bytes_by_s: float = float("inf"),
+    ) -> LookedUp:
         """Find the chunks of a prompt and plan where each comes from.
 
         content_reuse: accept bodies computed behind other tokens. everywhere: ask the owners even
         where this node has the exact body. deadline_s: on the loop's clock; owners that have not
-        answered by then count as misses with that reason.
+        answered by then count as misses with that reason. starts: where each chunk begins in the prompt,
+        in tokens. bytes_by_s: on the same clock, until when the
+        bytes must be here; what is not expected by then is planned as a miss.
         """
         started_s = self._loop.time()
         self.counters["lookups"] += 1
@@ -193,24 +206,26 @@ class Node:
         absent = await self.owners.ask(ask, sightings, deadline_s)
         # 3. The plan.
         ways = {p.name: ways[0].name for p in self.view.members.values() if (ways := self.puller.ways(p))}
-        busy = self.puller.flights.bytes_by_peer()
-        answers = []
-        for content, exact in chunks:
-            found = sightings.under(content, exact)
-            choice = plan_chunk(
-                exact,
-                found,
-                me=self.name,
-                ways=ways,
-                busy_bytes=busy,
-                costs=self.costs,
-                content_reuse=content_reuse,
-                absent=absent.get(content, Miss.ABSENT),
-            )
+        now_s = self._loop.time()
+        asked = [
+            Asked(exact, start, sightings.under(content, exact), absent.get(content, Miss.ABSENT))
+            for (content, exact), start in zip(chunks, starts, strict=True)
+        ]
+        planned = plan(
+            asked,
+            me=self.name,
+            ways=ways,
+            busy_bytes=self.puller.flights.bytes_by_peer(),
+            costs=self.costs,
+            content_reuse=content_reuse,
+            now_s=now_s,
+            within_s=bytes_by_s - now_s,
+        )
+        for choice in planned.choices:
             self._count_choice(choice)
-            answers.append(Answer(choice, found))
-        self.sight.looked_up([a.choice for a in answers], self._loop.time() - started_s)
-        return answers
+        self.sight.looked_up(planned.choices, now_s - started_s)
+        answers = [Answer(c, tuple(a.found)) for c, a in zip(planned.choices, asked, strict=True)]
+        return LookedUp(answers, planned.patience_s)
 
     def _count_choice(self, choice: Choice) -> None:
         if choice.match is Match.NONE:
@@ -285,7 +300,8 @@ class Node:
             # 1. Here already, or one tier down.
             try:
                 async with asyncio.timeout_at(deadline_s):
-                    got = await self.residency.lease(body.exact)
+                    with self._measured_disk(body):
+                        got = await self.residency.lease(body.exact)
             except TimeoutError:
                 return Grant(None, source, miss=Miss.DEADLINE)
             except TierFull:
@@ -299,7 +315,7 @@ class Node:
                     return Grant(None, source, peer, transport, Miss.LAYOUT)
                 if tier is Tier.NVME and source is Source.LOCAL:
                     source = Source.NVME
-                    self.costs.rate("nvme").observe(body.nbytes, self._loop.time() - started_s)
+                    self.costs.meter("nvme").brought(self._loop.time() - started_s)
                 return Grant(slot, source, peer, transport, None, self._loop.time() - started_s)
             # 2. A peer. What it brings is committed here, so the next turn finds it at hand.
             if attempt or not remote:
@@ -309,6 +325,24 @@ class Node:
                 return Grant(None, Source.PEER, pulled.peer, pulled.transport, pulled.miss)
             source, peer, transport = Source.PEER, pulled.peer, pulled.transport
         return Grant(None, source, miss=Miss.HOLDER_GONE)
+
+    @contextmanager
+    def _measured_disk(self, body: BodyInfo) -> Iterator[None]:
+        """Around a lease: tells the planner how fast bodies come up from this node's NVMe tier."""
+        if self.residency.where(body.exact) is not Tier.NVME:
+            yield
+            return
+        disk, lost, fault = self.costs.meter("nvme"), 0, True
+        disk.begin(self._loop.time())
+        try:
+            yield
+            disk.came(body.nbytes, self._loop.time())
+            fault = False
+        except (TimeoutError, asyncio.CancelledError):
+            lost, fault = body.nbytes, False
+            raise
+        finally:
+            disk.end(self._loop.time(), lost=lost, fault=fault)
 
     # -- store -----------------------------------------------------------------------------------
 
@@ -467,6 +501,7 @@ class Node:
             "fetch_queue_bytes": self.waiting.nbytes,
             "pull_line_bytes": self.puller.flights.bytes_in_line,
             "counters": self.counters.snapshot(),
+            "planner": self.costs.plain(self._loop.time()),
             "ring": self.sight.ring(self.name, self.view),
             "tier_bytes": self.residency.tier_bytes(),
             "sight": self.sight.plain(),

@@ -8,6 +8,7 @@ the body costs one round trip. The deadline is the caller's and covers all of it
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +18,13 @@ from p2pcache.core.flight import Flights
 from p2pcache.core.flight import Ticket as FlightTicket
 from p2pcache.core.membership import Member, View
 from p2pcache.core.planner import Costs
+from p2pcache.core.rates import Meter
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Control, Pull, Ticket, TicketGone, Transport, TransportError
 from p2pcache.node.counters import Counters
 from p2pcache.node.residency import Residency
 from p2pcache.node.wireform import body_from_wire
-from p2pcache.types import BodyInfo, DeadlineExceeded, Holder, Miss, RemoteError, TierFull
+from p2pcache.types import BodyInfo, DeadlineExceeded, Holder, Miss, RemoteError, Tier, TierFull
 
 HOLDERS_TRIED_MAX = 4
 RETRY_MIN_S = 0.001  # whatever a holder says
@@ -188,7 +190,7 @@ class Puller:
             now_s = self._loop.time()
             answer_by_s = deadline_s if holder is holders[-1] else now_s + (deadline_s - now_s) / 2
             for transport in self.ways(peer):
-                outcome = await self._try(body, peer, transport, answer_by_s, deadline_s)
+                outcome = await self._try(body, peer, holder.tier, transport, answer_by_s, deadline_s)
                 if outcome.slot is not None:
                     return outcome, 0.0
                 miss = outcome.miss or miss
@@ -202,30 +204,44 @@ class Puller:
         return Pulled(None, miss=miss), retry_after_s
 
     async def _try(
-        self, body: BodyInfo, peer: Member, transport: Transport, answer_by_s: float, deadline_s: float
+        self,
+        body: BodyInfo,
+        peer: Member,
+        tier: Tier,
+        transport: Transport,
+        answer_by_s: float,
+        deadline_s: float,
     ) -> Pulled:
         """One holder by one transport. answer_by_s: until when it may take to give its leave."""
         started_s = self._loop.time()
         ticket: Ticket | Refusal | None = None
         slot: Slot | None = None
         pull: Pull | None = None
+        meter = self._costs.meter(transport.name, peer.name)
         try:
+            idle = not meter.period.active
             ticket = await self._open(peer, transport.name, body, answer_by_s)
             if isinstance(ticket, Refusal):
                 return Pulled(None, peer.name, transport.name, ticket.miss, 0.0, ticket.retry_after_s)
+            # A ticket behind other bytes waits for those, and one from NVMe for the holder's disk.
+            if idle and not meter.period.active and tier is not Tier.NVME:
+                meter.opened(self._loop.time() - started_s, self._loop.time())
             # After the holder's leave, so that nothing of ours goes for a body that does not come.
             slot = await self._residency.reserve(body, peer.name)
             dest = self._residency.slab.view(slot.offset, slot.nbytes)
-            pull = transport.pull(peer, ticket, dest, lambda nbytes: None)
-            async with asyncio.timeout_at(deadline_s):
-                await asyncio.shield(pull.done)
+            with _Metered(meter, ticket.nbytes, self._loop.time) as metered:
+                pull = metered.pull = transport.pull(peer, ticket, dest, metered.progress)
+                async with asyncio.timeout_at(deadline_s):
+                    await asyncio.shield(pull.done)
+                metered.progress(ticket.nbytes)  # the end needs no report
             slot = self._residency.commit(slot, ticket.checksums, ticket.meta, replica=True)
         except BaseException as error:
             if pull is not None:
                 pull.abandon()
             if slot is not None:
                 self._residency.give_up(slot, None if pull is None else pull.settled)
-            miss = self._why(error, peer, transport, self._loop.time() - started_s)
+            waited_s = 0.0 if meter.came_s > started_s else self._loop.time() - started_s
+            miss = self._why(error, peer, transport, waited_s)
             if miss is None:
                 raise
             return Pulled(None, peer.name, transport.name, miss)
@@ -233,12 +249,15 @@ class Puller:
             if isinstance(ticket, Ticket):
                 self._close(peer, ticket.token)
         seconds = self._loop.time() - started_s
-        self._costs.rate(transport.name, peer.name).observe(body.nbytes, seconds)
+        meter.brought(seconds)
         self._counters[f"pulls_{transport.name}"] += 1
         return Pulled(slot, peer.name, transport.name, None, seconds)
 
     def _why(self, error: BaseException, peer: Member, transport: Transport, waited_s: float) -> Miss | None:
-        """A fault as a reason; None for what is not a fault of the way or the peer."""
+        """A fault as a reason; None for what is not a fault of the way or the peer.
+
+        waited_s: how long nothing had come from the peer by this way.
+        """
         if isinstance(error, TierFull):
             return Miss.NO_ROOM
         if isinstance(error, CorruptBody):
@@ -339,3 +358,30 @@ class Puller:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class _Metered:
+    """Tells a meter of the bytes of one pull as they come, and in the end of those that did not."""
+
+    def __init__(self, meter: Meter, nbytes: int, clock: Callable[[], float]):
+        self._meter = meter
+        self._nbytes = nbytes
+        self._clock = clock
+        self._arrived = 0
+        self.pull: Pull | None = None
+
+    def progress(self, nbytes: int) -> None:
+        if nbytes > self._arrived:
+            self._meter.came(nbytes - self._arrived, self._clock())
+            self._arrived = nbytes
+
+    def __enter__(self) -> _Metered:
+        self._meter.begin(self._clock())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        late = kind is not None and issubclass(kind, TimeoutError | asyncio.CancelledError)
+        if late:
+            self.progress(getattr(self.pull, "landed_bytes", 0))
+        missing = self._nbytes - self._arrived
+        self._meter.end(self._clock(), lost=missing if late else 0, fault=missing > 0 and not late)

@@ -79,15 +79,18 @@ SAMPLES = {
     "lookup": (
         record(
             chunks=table(wire.ASK),
+            starts=table(wire.START),
             content_reuse=st.booleans(),
             everywhere=st.booleans(),
             deadline_s=seconds,
+            bytes_within_s=st.none() | seconds,
         ),
         record(
             names=names,
             answers=table(wire.ANSWER),
             found=table(wire.WANT),
             holders=table(wire.HOLDER_RECORD),
+            patience_s=st.none() | seconds,
         ),
     ),
     "fetch": (
@@ -104,7 +107,10 @@ SAMPLES = {
     "open": (record(descriptor=meta), nothing),
     "siblings": (record(descriptor=meta), descriptors),
     "mesh": (record(deadline_s=seconds), anything),
-    "report": (record(prefill_tokens_per_s=seconds), nothing),
+    "report": (
+        record(prefill_tokens_per_s=st.none() | seconds, prefills=lists(row(u31, u63, seconds))),
+        nothing,
+    ),
 }
 
 

@@ -628,6 +628,55 @@ def test_a_fast_engine_recomputes_rather_than_pulls(mesh: Callable) -> None:
         assert whole(fetched, kv)
 
 
+def test_a_deadline_of_the_caller_leaves_out_what_cannot_come_in_time(mesh: Callable) -> None:
+    m = mesh(2, transports=("tcp",))
+    run, cache = prompt(128), m.caches[1]
+    kv = keep(m.caches[0], run)
+    costs = m.nodes[1].node.costs
+
+    def slow_peer() -> None:
+        costs.rate("tcp", "n0").observe(1 << 20, 6000.0, m.nodes[1].node._loop.time())
+
+    m.nodes[1].call(_run(slow_peer))
+    lookup = find(cache, run, deadline_s=10.0)
+    assert {c.miss for c in lookup.chunks} == {Miss.DEADLINE}
+    with cache.fetch(find(cache, run)) as fetched:
+        assert whole(fetched, kv), "without a deadline, and a prefill to compare with, it is waited for"
+    at_hand = find(cache, run, deadline_s=10.0)
+    assert {c.source for c in at_hand.chunks} == {Source.LOCAL}
+
+
+async def _run(what: Callable[[], None]) -> None:
+    what()
+
+
+def test_a_fetch_ends_with_the_deadline_of_its_lookup(mesh: Callable) -> None:
+    m = mesh(2)
+    run, cache = prompt(128), m.caches[1]
+    keep(m.caches[0], run)
+    lookup = dataclasses.replace(find(cache, run), by_s=0.0)
+    with cache.fetch(lookup) as fetched:
+        assert {c.miss for c in fetched} == {Miss.DEADLINE}
+    with cache.fetch(dataclasses.replace(lookup, by_s=None, patience_s=0.0)) as fetched:
+        assert {c.miss for c in fetched} == {Miss.DEADLINE}
+
+
+def test_what_a_pull_and_a_prefill_took_is_in_the_status(mesh: Callable) -> None:
+    m = mesh(2, transports=("tcp",))
+    run, cache = prompt(512), m.caches[1]
+    kv = keep(m.caches[0], run)
+    with cache.fetch(find(cache, run)) as fetched:
+        assert whole(fetched, kv)
+    cache.client.report_prefill(1000, 499_500, 0.5)
+    cache.client.mesh()  # an answer behind the report
+    planner = m.status(1)["planner"]
+    (peer,) = planner["peers"]
+    assert (peer["way"], peer["peer"], peer["bodies"]) == ("tcp", "n0", len(fetched))
+    assert peer["latency_s"] != 1e-3 and peer["bytes_per_s"] != 1e9, "measured, not assumed"
+    assert 0 < peer["p50_s"] <= peer["p99_s"]
+    assert planner["prefill"]["reports"] == 1 and 1500 < planner["prefill"]["tokens_per_s"] < 2500
+
+
 def test_after_a_change_of_view_an_owner_says_unknown_until_it_has_heard_from_all(mesh: Callable) -> None:
     m = mesh(2, resync_s=600.0)
     run = prompt(64 * 32)
