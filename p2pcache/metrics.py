@@ -124,7 +124,7 @@ _PLAIN_COUNTERS = {
     "demotions_refused_total": "nvme_refused",
     "tickets_total": "tickets",
     "tickets_refused_total": "tickets_refused",
-    "pulls_retried_total": "pulls_retried",
+    "pulls_retried_total": "retried_pulls",
     "unpublished_total": "unpublished",
     "corrupt_total": "corrupt",
     "quarantined_total": "quarantined",

@@ -204,7 +204,8 @@ def _at_hand(chunk: Asked, me: str, content_reuse: bool) -> Choice | None:
     for found in rank_bodies(chunk.found, chunk.exact) if content_reuse else ():
         if any(h.node == me and h.tier is Tier.HOST for h in found.holders):
             mine = tuple(h for h in found.holders if h.node == me)
-            return Choice(Match.CONTENT, Source.LOCAL, found.body, mine, LOCAL_S)
+            match = Match.EXACT if found.body.exact == chunk.exact else Match.CONTENT
+            return Choice(match, Source.LOCAL, found.body, mine, LOCAL_S)
     return None
 
 

@@ -24,7 +24,7 @@ MEANINGS = {
     "nvme_evicted": "bodies that left the NVMe tier",
     "tickets": "bodies leased to peers",
     "tickets_refused": "bodies that peers asked for and did not get",
-    "pulls_retried": "times that all holders of a body were busy and it was asked for again later",
+    "retried_pulls": "times that all holders of a body were busy and it was asked for again later",
     "corrupt": "bodies whose bytes did not match their checksum; none of them was served",
     "quarantined": "slots kept out of use because a late write was still possible",
     "unpublished": "batches to owners that were lost: publishes come again, withdrawals time out",

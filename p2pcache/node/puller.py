@@ -173,7 +173,7 @@ class Puller:
                 return outcome
             if self._loop.time() + retry_after_s >= deadline_s:
                 return outcome
-            self._counters["pulls_retried"] += 1
+            self._counters["retried_pulls"] += 1
             await asyncio.sleep(retry_after_s)
 
     async def _try_all(

@@ -86,7 +86,7 @@ def test_a_reader_comes_back_when_the_only_holder_has_room_again(mesh: Callable)
     end = take_ticket(nodes[2], nodes[0], lookup.chunks[0].keys.exact)
     with ThreadPoolExecutor(1) as pool:
         fetching = pool.submit(caches[1].fetch, lookup, budget_s=PATIENCE_S)
-        until(lambda: state(nodes[1])["counters"].get("pulls_retried", 0) >= 2, "asked again")
+        until(lambda: state(nodes[1])["counters"].get("retried_pulls", 0) >= 2, "asked again")
         assert not fetching.done()
         end()
         with fetching.result(PATIENCE_S) as fetched:

@@ -263,14 +263,14 @@ def test_memory_is_bounded_and_a_status_stays_small():
     for _ in range(500):
         clock.now_s += 1
         sight.looked_up([Choice(Match.NONE, Source.RECOMPUTE, miss=miss) for miss in Miss] * 999, 0.1)
-        sight.fetched([body] * len(grants), grants, 0.1)
+        sight.fetched([body] * len(grants), grants, 0.1, chunks=len(grants))
         sight.reserved([*map(str, Miss), "resident"])
         for transport in ("shm", "tcp", "ucx"):
             served: Any = type(
                 "Grant", (), {"miss": None, "source": Source.PEER, "transport": transport, "seconds": 1 / 3}
             )
             other = BodyInfo(ContentKey(rng.randbytes(16)), body.exact, 2**31, 2**62)
-            sight.fetched([other], [served], 0.1)
+            sight.fetched([other], [served], 0.1, chunks=1)
     plain = sight.plain()
     assert RECENT_MAX / 2 < len(plain["recent"]) <= RECENT_MAX + RECENT_FETCHES_MAX
     assert len(plain["hottest"]) == HOT_SHOWN

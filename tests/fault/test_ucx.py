@@ -23,11 +23,11 @@ import pytest
 from p2pcache import Miss
 from p2pcache.api import Cache, Client
 from p2pcache.core.membership import Member
+from p2pcache.io import _pulls
 from p2pcache.io._ucp import Endpoint
 from p2pcache.io._ucx_pulls import Arrival, IdleLinks
 from p2pcache.io.ports import Ticket
 from p2pcache.io.transport_ucx import UcxTransport, ucx_available
-from p2pcache.node import puller
 from p2pcache.results import Lookup
 from tests.contract.transports import Watched, member
 from tests.fault.node_process import MIB, NAMESPACE, PATIENCE_S, at_rest, mesh, state, until
@@ -209,14 +209,14 @@ def hold_back(monkeypatch: pytest.MonkeyPatch, settling: threading.Event) -> Non
 
 def on_first_bytes(monkeypatch: pytest.MonkeyPatch, do: Callable[[], Any]) -> None:
     """`do` something once, when the first bytes of a large body have arrived at this process."""
-    todo, on_progress = [do], puller._Transfer._on_progress
+    todo, report = [do], _pulls.LoopPull._report
 
-    def told(transfer: puller._Transfer, nbytes: int) -> None:
-        if todo and transfer._ticket.nbytes > 64 * MIB:
+    def told(pull: _pulls.LoopPull, nbytes: int) -> None:
+        if todo and pull.ticket.nbytes > 64 * MIB:
             todo.pop()()
-        on_progress(transfer, nbytes)
+        report(pull, nbytes)
 
-    monkeypatch.setattr(puller._Transfer, "_on_progress", told)
+    monkeypatch.setattr(_pulls.LoopPull, "_report", told)
 
 
 @pytest.fixture
