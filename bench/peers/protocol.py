@@ -11,19 +11,20 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 
+_answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # what libraries and other processes print is no answer
+
 
 def serve(measure: Callable[[int, int], float]) -> None:
     """Answer `NBYTES COUNT` with the seconds that one body of that size took, until the input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
-    print(json.dumps({"ready": True}), file=answers, flush=True)
+    print(json.dumps({"ready": True}), file=_answers, flush=True)
     for line in sys.stdin:
         nbytes, count = map(int, line.split())
         try:
             answer = {"seconds": measure(nbytes, count)}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=answers, flush=True)
+        print(json.dumps(answer), file=_answers, flush=True)
 
 
 @contextlib.contextmanager

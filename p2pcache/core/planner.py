@@ -201,10 +201,10 @@ def _first_choice(chunk: Asked, lines: _Lines, content_reuse: bool, within_s: fl
 
 def _at_hand(chunk: Asked, me: str, content_reuse: bool) -> Choice | None:
     """A body that is in this node's host tier, where the best one is not worth its way."""
-    for found in rank_bodies(chunk.found, chunk.exact) if content_reuse else ():
-        if any(h.node == me and h.tier is Tier.HOST for h in found.holders):
-            mine = tuple(h for h in found.holders if h.node == me)
-            match = Match.EXACT if found.body.exact == chunk.exact else Match.CONTENT
+    for found in rank_bodies(chunk.found, chunk.exact):
+        match = Match.EXACT if found.body.exact == chunk.exact else Match.CONTENT
+        mine = tuple(h for h in found.holders if h.node == me and h.tier is not Tier.NVME)
+        if mine and (content_reuse or match is Match.EXACT):
             return Choice(match, Source.LOCAL, found.body, mine, LOCAL_S)
     return None
 

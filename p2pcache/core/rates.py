@@ -108,13 +108,14 @@ class Rate:
     def observe_late(self, came: int, lost: int, seconds: float, now_s: float) -> None:
         """Learn from transfers that were given up: what they show is that this way is no faster.
 
-        lost: bytes whose coming was not reported by then. Some may have come; counting half of them makes
-        the estimate halve with every such surprise, however little is reported.
+        lost: bytes whose coming was not reported by then. Where none was, some may have come unreported:
+        counting half of them makes the estimate halve with every such surprise.
         """
-        nbytes = max(came + int(lost * _LOST_SHARE), MEASURABLE_BYTES)
+        stalled = came < MEASURABLE_BYTES
+        nbytes = max(int(lost * _LOST_SHARE), MEASURABLE_BYTES) if stalled else came
         if seconds > nbytes * self.at(now_s)[1]:
             self._pace.forget()  # the median of a rosier past would take several more surprises
-            self.observe(nbytes, seconds, now_s, FADE_S if came >= MEASURABLE_BYTES else FADE_STALLED_S)
+            self.observe(nbytes, seconds, now_s, FADE_STALLED_S if stalled else FADE_S)
 
     def observe_shared(self, nbytes: int, seconds: float, now_s: float) -> None:
         """Learn from a time in which others used the same line: this way is at least so fast."""
