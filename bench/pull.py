@@ -1,8 +1,9 @@
 """A body from one process to another: ours beside plain sockets, memcpy, ucx_perftest and other systems.
 
-"transport" is a transfer for which the ticket is at hand, "whole" all that a pull is: room in the tier, a
-ticket from the holder, the transfer, the check of every layer, commit and publish. Bodies are of an 8B
-model's KV, with 32 layers. Peers are compared with the whole pull, whose bytes are verified; theirs are not.
+"transport" is a transfer for which the ticket is at hand, "whole" all until the body is served here: a ticket
+from the holder, room in the tier, the transfer, the check of every layer, commit. Bodies are of an 8B model's
+KV, with 32 layers. Ours is verified where it stands beside a peer; theirs is not. Mooncake's and Ray's `get`
+ask somebody where the object is, so they stand beside the whole pull; NIXL's READ has that at hand.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ from time import perf_counter
 
 import numpy as np
 
+from bench import pull_ucx
 from bench.pull_ours import MIB, TOKENS, Ours
 from bench.report import PAIRS, Report, finish, paired, parser
 from cluster import private_network
+from p2pcache.io.transport_ucx import ucx_available
 
 SIZES = tuple(TOKENS)
 RUN_BYTES = 256 * MIB  # moved in one measurement
 PEERS_PYTHON = Path(os.environ.get("P2PCACHE_PEERS_PYTHON", ".venv-peers/bin/python"))
-PEERS = {  # ratio of throughputs, its target, the script, the transport of ours beside it
-    "tcp_vs_mooncake_16MiB": (">= 1.5", "mooncake_get.py", "tcp"),
-    "tcp_vs_nixl_16MiB": (">= 1.5", "nixl_read.py", "tcp"),
-    "vs_ray_object_16MiB": (">= 4", "ray_object.py", "tcp"),
+PEERS = {  # ratio of throughputs -> its target, the peer's script, what of ours stands beside it
+    "tcp_vs_mooncake_16MiB": (">= 1.5", "mooncake_get.py", "whole"),
+    "tcp_vs_nixl_16MiB": (">= 1.5", "nixl_read.py", "transport"),
+    "vs_ray_object_16MiB": (">= 4", "ray_object.py", "whole"),
 }
 
 
@@ -47,8 +50,10 @@ def main() -> None:
         _tcp(report, ours, asked.pairs)
         _shm(report, ours, asked.pairs)
         if not asked.no_peers:
-            for ratio, (target, script, transport) in PEERS.items():
-                _peer(report, ours, asked.pairs, ratio, target, script, transport)
+            for ratio, (target, script, what) in PEERS.items():
+                _peer(report, ours, asked.pairs, ratio, target, script, what)
+    if not asked.no_peers:
+        _ucx(report, asked.pairs)
     finish(report, asked.json)
 
 
@@ -113,24 +118,38 @@ def _shm(report: Report, ours: Ours, pairs: int) -> None:
                 report.ratio("shm_vs_memcpy_16MiB", 1 / ratio, ">= 0.8")
 
 
-def _peer(
-    report: Report, ours: Ours, pairs: int, name: str, target: str, script: str, transport: str
-) -> None:
+def _peer(report: Report, ours: Ours, pairs: int, name: str, target: str, script: str, what: str) -> None:
     python = Path(sys.executable) if script.startswith("ray") else PEERS_PYTHON
     if not python.exists():
         return report.ratio(name, None, target, "not installed: make bench-peers")
+    arm = getattr(ours, what)
     try:
         with Peer(python, script) as peer:
             for nbytes in SIZES:
                 count = max(_count(nbytes) // 8, 2)
                 mine, theirs, ratio = paired(
-                    partial(ours.whole, transport, nbytes, count), partial(peer, nbytes, count), pairs
+                    partial(arm, "tcp", nbytes, count), partial(peer, nbytes, count), pairs
                 )
-                _row(report, nbytes, f"{transport} whole", mine, script.split("_")[0], theirs, ratio)
+                _row(report, nbytes, f"tcp {what}", mine, script.split("_")[0], theirs, ratio)
                 if nbytes == 16 * MIB:
                     report.ratio(name, 1 / ratio, target)
     except RuntimeError as error:
         report.ratio(name, None, target, str(error))
+
+
+def _ucx(report: Report, pairs: int) -> None:
+    name, target = "ucx_vs_perftest_16MiB", ">= 0.85"
+    if why := ucx_available() or pull_ucx.why_no_perftest():
+        return report.ratio(name, None, target, why)
+    with pull_ucx.Ours() as ours:
+        for nbytes in SIZES:
+            count = _count(nbytes)
+            mine, theirs, ratio = paired(
+                partial(ours, nbytes, count), partial(pull_ucx.perftest, nbytes, count), pairs
+            )
+            _row(report, nbytes, "ucx transport, not verified", mine, "tag_bw", theirs, ratio)
+            if nbytes == 16 * MIB:
+                report.ratio(name, 1 / ratio, target)
 
 
 class PlainSockets:

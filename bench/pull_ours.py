@@ -61,7 +61,7 @@ class Ours:
         return node.call(self._move(node, nbytes, count, verify), 120)
 
     def whole(self, name: str, nbytes: int, count: int) -> float:
-        """Seconds a body for all that a pull is: room, ticket, transfer, check, commit, publish."""
+        """Seconds until a body is served here: ticket, room, transfer, check, commit."""
         node = self._readers[name]
         return node.call(self._pull(node, self._bodies[nbytes], count), 120)
 
@@ -112,6 +112,7 @@ class Ours:
             if pulled.slot is None:
                 raise RuntimeError(f"a pull missed: {pulled.miss}")
             await node.node.residency.forget(body.exact)
+            await node.node.publisher.flushed()  # what owners are told afterwards is not the pull's
         return taken_s / count
 
 
