@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from p2pcache.core.keys import ChunkKeys
-from p2pcache.core.tiers import Slot
+from p2pcache.core.tiers import Facts, Slot
 from p2pcache.core.wire import ANSWER, ASK, GRANT, HOLDER_RECORD, HOLDERS_MAX, WANT, WireError
 from p2pcache.types import (
     BodyInfo,
@@ -250,15 +250,14 @@ class HomeAnswers:
         self._found: list[bytes] = []
         self._holders: list[bytes] = []
 
-    def add(self, body: BodyInfo) -> None:
+    def add(self, facts: Facts) -> None:
         """The next chunk's body, when no other is known under its content key."""
-        self.tokens += body.tokens
+        content, exact, tokens, nbytes, provenance, base_position, codec = facts
+        self.tokens += tokens
         self._answers.append(self._alone)
         self._holders.append(self._holder)
-        b, codec = body, self._names.code(body.codec)
-        self._found.append(
-            WANT.pack(b.content, b.exact, b.tokens, b.nbytes, b.provenance, b.base_position, codec, 1)
-        )
+        code = self._names.code(codec)
+        self._found.append(WANT.pack(content, exact, tokens, nbytes, provenance, base_position, code, 1))
 
     def add_among(self, found: Sequence[Found]) -> None:
         """The next chunk's body, first of several."""
@@ -315,7 +314,8 @@ def chosen_alone(reply: Mapping[str, Any], asked: bytes, tokens: Sequence[int]) 
 
 def pack_leased(slot: Slot) -> bytes:
     """The grant of a slot that lay at hand."""
-    return GRANT.pack(_LOCAL, 0, 0, 0, slot.offset, slot.nbytes, slot.generation, 0.0)
+    generation, nbytes, offset = slot.place
+    return GRANT.pack(_LOCAL, 0, 0, 0, offset, nbytes, generation, 0.0)
 
 
 class GrantRow(NamedTuple):

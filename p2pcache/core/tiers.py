@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import bisect
 import enum
-import functools
 import operator
 import struct
 from collections.abc import Iterator
@@ -50,7 +49,7 @@ _SHAPE = struct.Struct("<HB")  # provenance and layers, bytes of the codec
 _PLACE_AT, _SHAPE_AT = 32, _FIXED.size - _SHAPE.size
 _LAYERS_BITS = 11  # LAYERS_MAX is 1024
 _CODEC = "raw"  # the one that takes no room
-_BODIES_KEPT = 512
+Facts = tuple[ContentKey, ExactKey, int, int, int, int, str]
 
 
 class Slot(Entry):
@@ -71,7 +70,19 @@ class Slot(Entry):
 
     @property
     def body(self) -> BodyInfo:
-        return _unpack_body(self._packed)
+        content, exact, tokens, nbytes, provenance, base_position, codec = _facts(self._packed)
+        return BodyInfo(content, exact, tokens, nbytes, Provenance(provenance), base_position, codec)
+
+    @property
+    def facts(self) -> Facts:
+        """The fields of `body`, without an object."""
+        return _facts(self._packed)
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Generation, bytes of the body, offset: what a transfer asks for."""
+        generation, nbytes, page = _PLACE.unpack_from(self._packed, _PLACE_AT)
+        return generation, nbytes, page * ALIGN_BYTES
 
     @property
     def content(self) -> ContentKey:
@@ -123,11 +134,10 @@ def _pack(
     return _FIXED.pack(b.content, b.exact, *numbers) + codec + struct.pack(f"<{len(sums)}Q", *sums) + meta
 
 
-@functools.lru_cache(_BODIES_KEPT)  # a hot body is asked for again and again
-def _unpack_body(packed: bytes) -> BodyInfo:
+def _facts(packed: bytes) -> Facts:
     content, exact, _, nbytes, _, base_position, tokens, shape, codec_bytes = _FIXED.unpack_from(packed)
-    codec = packed[_FIXED.size : _FIXED.size + codec_bytes].decode() or _CODEC
-    return BodyInfo(content, exact, tokens, nbytes, Provenance(shape >> _LAYERS_BITS), base_position, codec)
+    codec = packed[_FIXED.size : _FIXED.size + codec_bytes].decode() if codec_bytes else _CODEC
+    return content, exact, tokens, nbytes, shape >> _LAYERS_BITS, base_position, codec
 
 
 def _sums_at(packed: bytes) -> tuple[int, int]:

@@ -55,11 +55,11 @@ class Home:
             slot = get(exact)
             if slot is None:
                 return None
-            body = slot.body
-            if body.content != content:
+            facts = slot.facts
+            if facts[0] != content:
                 return None
             if not with_nvme and len(by_content(content)) == 1:
-                answers.add(body)
+                answers.add(facts)
             else:
                 answers.add_among(rank_bodies(self._residency.find(content), exact)[:BODIES_PER_KEY_MAX])
         self._counters["lookups"] += 1
@@ -74,16 +74,8 @@ class Home:
         for content, exact, tokens, nbytes, provenance, base, codec, _ in WANT.iter_unpack(wants.bodies):
             slot = tier.lease(exact)
             if slot is not None:
-                b = slot.body
-                as_told = (
-                    b.nbytes == nbytes
-                    and b.tokens == tokens
-                    and b.base_position == base
-                    and b.provenance == provenance
-                    and b.content == content
-                    and codec < len(names)
-                    and b.codec == names[codec]
-                )
+                told = content, exact, tokens, nbytes, provenance, base
+                as_told = codec < len(names) and slot.facts == (*told, names[codec])
                 if not as_told:
                     tier.release(slot)
                     slot = None

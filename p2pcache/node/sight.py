@@ -140,9 +140,9 @@ class Sight:
         self._fetched += len(slots)
         hot, tokens = self._hot, self._served_tokens
         for slot in slots:
-            body = slot.body
-            hot.observe(body.content, body.nbytes, body.tokens)
-            tokens[body.provenance] += body.tokens
+            content, _, count, nbytes, provenance, *_ = slot.facts
+            hot.observe(content, nbytes, count)
+            tokens[provenance] += count
         self._fetch_s[Source.LOCAL].observe(seconds, len(slots))
 
     def fetched(

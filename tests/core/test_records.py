@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,6 +36,11 @@ bodies = st.builds(
 holders = st.builds(Holder, names, u63, st.sampled_from(Tier))
 founds = st.builds(Found, bodies, st.lists(holders, max_size=3).map(tuple))
 costs = st.floats(0, 1e6)
+
+
+def facts(b: BodyInfo) -> tuple[Any, ...]:
+    """A body as a slot says it."""
+    return b.content, b.exact, b.tokens, b.nbytes, int(b.provenance), b.base_position, b.codec
 
 
 @st.composite
@@ -112,7 +119,7 @@ def test_answers_from_home_are_those_of_the_long_way(at_home, incarnation: int, 
         if others:
             home.add_among(found)
         else:
-            home.add(body)
+            home.add(facts(body))
         expected.append(Answer(Match.EXACT, Source.LOCAL, "me", None, body, found, cost_s))
     assert home.tokens == sum(b.tokens for b in at_home)
     assert unpack_answers(home.reply()) == expected
@@ -127,7 +134,7 @@ def test_answers_from_home_are_those_of_the_long_way(at_home, incarnation: int, 
 def test_what_another_body_answers_is_not_taken_as_it_stands():
     body = BodyInfo(bytes(16), b"e" * 16, 7, 70)
     home = HomeAnswers("me", 1, 0.0)
-    home.add(body)
+    home.add(facts(body))
     asked = body.content + body.exact
     assert chosen_alone(home.reply(), asked, [7]) is not None
     assert chosen_alone(home.reply(), body.content + b"f" * 16, [7]) is None
