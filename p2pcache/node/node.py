@@ -22,6 +22,7 @@ from p2pcache.core.planner import Asked, Choice, Costs, plan
 from p2pcache.core.records import Bodies
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Control, NvmeTier, Slab, Transport
+from p2pcache.node.coder import Coder
 from p2pcache.node.counters import Counters
 from p2pcache.node.drain import Heir, hand_over
 from p2pcache.node.fence import Fence
@@ -118,7 +119,8 @@ class Node:
         clock = self._loop.time
         self.sight = Sight(clock)
         me = Holder(name, incarnation, Tier.HOST)
-        self.residency = Residency(config, me, ports.slab, ports.nvme, self.counters, clock)
+        self.coder = Coder(config)
+        self.residency = Residency(config, me, ports.slab, ports.nvme, self.counters, self.coder, clock)
         self.shard = Shard(name, config, clock)
         self.publisher = Publisher(
             config, ports.control, self.shard, self.counters, rng, self.residency.holdings
@@ -154,6 +156,7 @@ class Node:
         await self.puller.close()
         await self.residency.close()
         await self.publisher.close()
+        await self.coder.close()
 
     def contact(self) -> None:
         """The supervisor spoke to this node, so it is a member."""
@@ -501,6 +504,7 @@ class Node:
             "fetch_queue_bytes": self.waiting.nbytes,
             "pull_line_bytes": self.puller.flights.bytes_in_line,
             "counters": self.counters.snapshot(),
+            "codecs": self.coder.plain(),
             "planner": self.costs.plain(self._loop.time()),
             "ring": self.sight.ring(self.name, self.view),
             "tier_bytes": self.residency.tier_bytes(),

@@ -1,0 +1,224 @@
+"""Codecs where bytes are scarce: below the host tier and between hosts. What comes back is the very body."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from p2pcache import EmbeddedMesh, FixedChunker, KVLayout, Match, Miss, Namespace, NodeConfig, Source
+from p2pcache.api import Cache
+from p2pcache.metrics import samples
+from p2pcache.runtime import NodeRuntime
+from p2pcache.types import ConfigError
+from tests.fault.node_process import PATIENCE_S, at_rest, state, until
+
+MIB = 1 << 20
+LAYOUT = KVLayout(layers=4, kv_heads=2, head_dim=32, dtype="bfloat16")  # 1 KiB a token
+NAMESPACE = Namespace("model", "weights", LAYOUT)
+NOT_BF16 = Namespace("model", "weights", dataclasses.replace(LAYOUT, dtype="float16"))
+CHUNKS = FixedChunker(64)
+
+
+class Mesh:
+    """Nodes, and one cache a node."""
+
+    def __init__(self, stack: contextlib.ExitStack, configs: Sequence[NodeConfig]):
+        self.embedded = stack.enter_context(EmbeddedMesh(configs))
+        self.nodes = self.embedded.nodes
+        self._stack = stack
+
+    def cache(self, index: int, namespace: Namespace = NAMESPACE) -> Cache:
+        return self._stack.enter_context(self.embedded.client(index, PATIENCE_S)).open(namespace)
+
+    def restart(self, index: int, **changes: Any) -> None:
+        old = self.nodes[index]
+        old.close()
+        self.nodes[index] = NodeRuntime.start(old.config.replace(**changes))
+        self.embedded.share_view()
+
+    def status(self, index: int) -> dict[str, Any]:
+        return state(self.nodes[index])
+
+    def coded(self, index: int, tier: str, direction: str) -> tuple[int, int, int]:
+        """(bodies, raw bytes, encoded bytes) of a node."""
+        rows = [
+            r
+            for r in self.status(index)["codecs"]["coded"]
+            if (r["tier"], r["direction"]) == (tier, direction)
+        ]
+        assert {(r["codec"], r["error"]) for r in rows} <= {("lossless", 0.0)}
+        return tuple(sum(r[key] for r in rows) for key in ("bodies", "raw_bytes", "encoded_bytes"))
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Callable[..., Mesh]]:
+    """Makes meshes of a dict of settings a node; in the end every node is at rest."""
+    tmp_path.chmod(0o700)
+    made: list[Mesh] = []
+    with contextlib.ExitStack() as stack:
+
+        def start(*each: dict[str, Any]) -> Mesh:
+            common = {"host_bytes_max": 8 * MIB, "resync_s": 0.0, "runtime_dir": str(tmp_path)}
+            configs = [NodeConfig(**({"name": f"n{i}"} | common | own)) for i, own in enumerate(each)]
+            made.append(Mesh(stack, configs))
+            return made[-1]
+
+        yield start
+        for node in (node for mesh_ in made for node in mesh_.nodes):
+            until(lambda node=node: at_rest(state(node)), f"{node.member.name} at rest")
+
+
+def tiered(folder: Path, **more: Any) -> dict[str, Any]:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    tier = {"nvme_path": str(folder), "nvme_bytes_max": 16 * MIB, "nvme_segment_bytes": 2 * MIB}
+    return tier | {"demote_above": 0.0, "nvme_codec": "lossless"} | more
+
+
+def prompt(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.arange(count) + 100_000 * seed
+
+
+def keep(cache: Cache, run: torch.Tensor, kv: torch.Tensor | None = None) -> torch.Tensor:
+    kv = torch.randn(LAYOUT.shape(len(run))).to(torch.bfloat16) if kv is None else kv
+    stored = cache.store(cache.chunks(run, CHUNKS), kv)
+    assert stored.published(PATIENCE_S) and not stored.refused
+    return kv
+
+
+def same_bits(kv: torch.Tensor, stored: torch.Tensor) -> bool:
+    return torch.equal(kv.contiguous().view(torch.int16), stored.contiguous().view(torch.int16))
+
+
+def fetch_exact(cache: Cache, run: torch.Tensor, kv: torch.Tensor, source: Source) -> None:
+    """Every chunk is there, found as the exact one, bit by bit what was stored."""
+    found = cache.lookup(run, chunker=CHUNKS, budget_s=PATIENCE_S)
+    assert {c.match for c in found.chunks} == {Match.EXACT}
+    with cache.fetch(found, budget_s=PATIENCE_S) as fetched:
+        assert [c.miss for c in fetched] == [None] * len(found.chunks)
+        assert {c.source for c in fetched} == {source}
+        for c in fetched:
+            start = c.found.keys.start
+            assert same_bits(c.kv, kv[:, :, start : start + c.found.keys.tokens])
+
+
+# -- the NVMe tier ---------------------------------------------------------------------------------
+
+
+def special() -> torch.Tensor:
+    """Values that an arithmetic codec would not bring back: NaNs with payloads, infinities, zeros' signs."""
+    bits = torch.randint(-(1 << 15), 1 << 15, LAYOUT.shape(256), dtype=torch.int16)
+    kv = torch.randn(LAYOUT.shape(256)).to(torch.bfloat16)
+    kv.view(torch.int16)[..., :1] = bits[..., :1]
+    return kv
+
+
+@pytest.mark.parametrize("made", [None, special])
+def test_bodies_go_down_encoded_and_come_up_after_a_restart_bit_by_bit(
+    mesh: Callable, tmp_path: Path, made: Callable | None
+) -> None:
+    m = mesh(tiered(tmp_path / "nvme"))
+    run = prompt(256)
+    kv = keep(m.cache(0), run, made() if made else None)
+    until(lambda: m.status(0)["nvme"]["records"] == 4, "all four demoted")
+    bodies, raw, encoded = m.coded(0, "nvme", "encode")
+    assert (bodies, raw) == (4, 4 * 64 << 10) and encoded < 0.85 * raw
+    assert m.status(0)["nvme"]["live_bytes"] < 0.9 * raw
+
+    m.restart(0, nvme_codec="none")  # what lies there is read, whatever is written from now on
+    fetch_exact(m.cache(0), run, kv, Source.NVME)
+    assert m.coded(0, "nvme", "decode") == (4, raw, encoded)
+    assert m.coded(0, "nvme", "encode") == (0, 0, 0)
+
+
+def test_what_does_not_save_enough_lies_raw_and_is_counted(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh(tiered(tmp_path / "nvme"), tiered(tmp_path / "other", codec_saving_min=0.5))
+    run = prompt(256)
+    kv = keep(m.cache(0, NOT_BF16), run, torch.randn(LAYOUT.shape(256)).to(torch.float16))
+    other = keep(m.cache(1), run)
+    for index in range(2):
+        until(lambda index=index: m.status(index)["nvme"]["records"] == 4, "all four demoted")
+        assert m.status(index)["codecs"]["kept_raw"] == [{"tier": "nvme", "reason": "saving", "bodies": 4}]
+        assert m.coded(index, "nvme", "encode") == (0, 0, 0)
+        m.restart(index)
+    fetch_exact(m.cache(0, NOT_BF16), run, kv, Source.NVME)
+    fetch_exact(m.cache(1), run, other, Source.NVME)
+
+
+def test_a_damaged_encoded_record_is_a_miss_and_never_served(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh(tiered(tmp_path / "nvme"))
+    run = prompt(64)
+    keep(m.cache(0), run)
+    until(lambda: m.status(0)["nvme"]["records"] == 1, "demoted")
+    (place,) = [s for s in m.nodes[0].node.ports.nvme._index._segments if s.live]
+    (location,) = place.live.values()
+    m.nodes[0].close()
+    with open(tmp_path / "nvme" / f"{location.segment:06d}.seg", "r+b") as file:
+        file.seek(location.body_offset + 20_000)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 8]))
+    m.restart(0)
+    assert _miss(m.cache(0), run) in (Miss.CORRUPT, Miss.HOLDER_GONE)
+    assert m.status(0)["counters"]["corrupt"] == 1 and m.status(0)["nvme"]["records"] == 0
+
+
+def test_a_record_that_is_whole_but_decodes_to_another_body_is_a_miss(mesh: Callable, tmp_path: Path) -> None:
+    """The encoded parts' checksums are right, the raw ones are not: both ends of the way are checked."""
+    m = mesh(tiered(tmp_path / "nvme", demote_above=1.0))
+    run = prompt(64)
+    keep(m.cache(0), run)
+    node = m.nodes[0].node
+    (slot,) = node.residency.tier.resident()
+
+    async def demote_wrongly() -> None:
+        node.ports.slab.view(slot.offset, slot.nbytes)[5000] ^= 1
+        await node.residency._demote(slot)
+        node.residency.tier.evict(slot)
+
+    m.nodes[0].call(demote_wrongly())
+    assert _miss(m.cache(0), run) in (Miss.CORRUPT, Miss.HOLDER_GONE)
+    assert m.status(0)["counters"]["corrupt"] == 1 and m.status(0)["nvme"]["records"] == 0
+
+
+def _miss(cache: Cache, run: torch.Tensor) -> Miss | None:
+    found = cache.lookup(run, chunker=CHUNKS, budget_s=PATIENCE_S)
+    assert found.chunks[0].source is Source.NVME
+    with cache.fetch(found, budget_s=PATIENCE_S) as fetched:
+        return fetched[0].miss
+
+
+# -- settings and metrics --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", ["nvme_codec", "wire_codec"])
+def test_only_a_codec_that_changes_no_bit_may_act_by_itself(setting: str) -> None:
+    for lossy in ("int8", "int4", "raw"):
+        with pytest.raises(ConfigError, match=f"{setting} is one of none, lossless, not '{lossy}'"):
+            NodeConfig(**{setting: lossy})
+
+
+def test_a_bound_out_of_range_is_refused() -> None:
+    for wrong in ({"codec_saving_min": 1.0}, {"codec_workers": 0}, {"codec_workers": 65}):
+        with pytest.raises(ConfigError):
+            NodeConfig(**wrong)
+
+
+def test_metrics_tell_bytes_by_tier_codec_and_direction(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh(tiered(tmp_path / "nvme"))
+    keep(m.cache(0), prompt(128))
+    until(lambda: m.status(0)["nvme"]["records"] == 2, "demoted")
+    keep(m.cache(0, NOT_BF16), prompt(64), torch.randn(LAYOUT.shape(64)).to(torch.float16))
+    until(lambda: m.status(0)["nvme"]["records"] == 3, "demoted")
+    found = {(s.name, *s.labels[1:]): s.value for s in samples(m.status(0)) if "codec" in s.name}
+    labels = ("tier", "nvme"), ("codec", "lossless"), ("direction", "encode")
+    assert found["p2pcache_codec_bodies_total", *labels] == 2
+    assert found["p2pcache_codec_raw_bytes_total", *labels] == 128 << 10
+    assert 0 < found["p2pcache_codec_encoded_bytes_total", *labels] < 0.85 * (128 << 10)
+    assert found["p2pcache_codec_error_ratio", ("tier", "nvme"), ("codec", "lossless")] == 0
+    assert found["p2pcache_codec_kept_raw_total", ("tier", "nvme"), ("reason", "saving")] == 1
