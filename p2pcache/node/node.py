@@ -128,10 +128,10 @@ class Node:
         self.residency.on_held = self.publisher.held
         self.residency.on_gone = self.publisher.gone
         self.puller = Puller(
-            config, ports.control, ports.transports, self.residency, self.costs, self.counters
+            config, ports.control, ports.transports, self.residency, self.coder, self.costs, self.counters
         )
         self.waiting = Waiting(config.fetch_queue_bytes_max, FETCH_BYTES)
-        self.desk = PeerDesk(config, self.residency, self.counters)
+        self.desk = PeerDesk(config, self.residency, self.coder, self.counters)
         self.heirs = Heir(self.residency, self.puller)
         self.owners = Owners(ports.control, self.shard, self.counters)
         self.home = Home(name, incarnation, self.residency, self.costs, self.counters, self.sight, clock)
@@ -416,7 +416,8 @@ class Node:
         if op == "pull.open":
             budget_s = min(max(body["deadline_s"], 0.0), self.config.remote_lease_s)
             deadline_s = self._loop.time() + budget_s
-            return {"tickets": await self.desk.open(body["bodies"], sender, deadline_s)}
+            how = {"transport": body["transport"], "codecs": body.get("codecs", ())}
+            return {"tickets": await self.desk.open(body["bodies"], sender, deadline_s, **how)}
         if op == "pull.close":
             self.desk.office.close(body["tokens"])
             return {}
@@ -505,6 +506,7 @@ class Node:
             "pull_line_bytes": self.puller.flights.bytes_in_line,
             "counters": self.counters.snapshot(),
             "codecs": self.coder.plain(),
+            "wire_codec_bytes": {"out": self.desk.outbox.nbytes, "in": self.puller.inbox.nbytes},
             "planner": self.costs.plain(self._loop.time()),
             "ring": self.sight.ring(self.name, self.view),
             "tier_bytes": self.residency.tier_bytes(),

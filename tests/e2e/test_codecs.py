@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,12 @@ import torch
 
 from p2pcache import EmbeddedMesh, FixedChunker, KVLayout, Match, Miss, Namespace, NodeConfig, Source
 from p2pcache.api import Cache
+from p2pcache.io.transport_ucx import ucx_available
 from p2pcache.metrics import samples
+from p2pcache.node.inbox import Inbox
+from p2pcache.node.wireform import body_to_wire, leave_from_wire
 from p2pcache.runtime import NodeRuntime
-from p2pcache.types import ConfigError
+from p2pcache.types import BodyInfo, ConfigError, ContentKey, ExactKey
 from tests.fault.node_process import PATIENCE_S, at_rest, state, until
 
 MIB = 1 << 20
@@ -191,6 +195,232 @@ def _miss(cache: Cache, run: torch.Tensor) -> Miss | None:
     assert found.chunks[0].source is Source.NVME
     with cache.fetch(found, budget_s=PATIENCE_S) as fetched:
         return fetched[0].miss
+
+
+# -- between hosts ---------------------------------------------------------------------------------
+
+WIRE = {"wire_codec": "lossless"}
+TRANSPORTS = [
+    "tcp",
+    pytest.param("ucx", marks=pytest.mark.skipif(bool(ucx_available()), reason=str(ucx_available()))),
+]
+
+
+def at_rest_on_the_wire(m: Mesh) -> None:
+    for node in m.nodes:
+        until(lambda node=node: at_rest(state(node)), "at rest")
+        assert state(node)["wire_codec_bytes"]["in"] == 0
+        assert all(not parcel.holds for parcel in node.node.desk.outbox._parcels.values())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("made", [None, special])
+def test_a_pull_moves_encoded_bytes_and_brings_every_bit(
+    mesh: Callable, transport: str, made: Callable | None
+) -> None:
+    m = mesh(*[WIRE | {"transports": (transport,)}] * 3)
+    run = prompt(256)
+    kv = keep(m.cache(0), run, made() if made else None)
+    fetch_exact(m.cache(1), run, kv, Source.PEER)
+    bodies, raw, encoded = m.coded(1, "wire", "decode")
+    assert (bodies, raw) == (4, 256 << 10) and encoded < 0.85 * raw
+    assert m.coded(0, "wire", "encode") == (bodies, raw, encoded)
+    m.nodes[1].close()  # so that the third one asks the first
+    m.embedded.nodes.remove(m.nodes[1])
+    m.embedded.share_view()
+    fetch_exact(m.cache(1), run, kv, Source.PEER)
+    assert m.coded(0, "wire", "encode")[0] == 4, "each body is encoded once"
+    at_rest_on_the_wire(m)
+    found = {s.name: s.value for s in samples(m.status(1)) if ("tier", "wire") in s.labels}
+    assert found["p2pcache_codec_raw_bytes_total"] == raw
+    assert found["p2pcache_codec_encoded_bytes_total"] == encoded
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [WIRE, {}],  # a reader that knows no codecs
+        [{}, WIRE],  # a holder that knows none
+        [WIRE | {"transports": ("shm",)}] * 2,  # the slab itself is read
+        [WIRE | {"wire_codec_bytes_max": 1000}, WIRE],  # no room to keep an encoded body
+        [WIRE | {"codec_saving_min": 0.5}, WIRE],  # not worth it
+    ],
+)
+def test_who_cannot_or_need_not_is_sent_raw_bodies(mesh: Callable, settings: list[dict[str, Any]]) -> None:
+    m = mesh(*({"transports": ("tcp",)} | own for own in settings))
+    run = prompt(256)
+    kv = keep(m.cache(0), run)
+    fetch_exact(m.cache(1), run, kv, Source.PEER)
+    assert [m.coded(i, "wire", way)[0] for i in (0, 1) for way in ("encode", "decode")] == [0] * 4
+    at_rest_on_the_wire(m)
+
+
+def test_encoded_bodies_are_kept_within_a_cap(mesh: Callable) -> None:
+    cap = 80 << 10  # one raw body and a little: one can be made at a time
+    m = mesh(WIRE | {"transports": ("tcp",), "wire_codec_bytes_max": cap}, WIRE | {"transports": ("tcp",)})
+    run = prompt(64 * 20)
+    kv = keep(m.cache(0), run)
+    reader = m.cache(1)
+    for first in range(0, len(run), 64):
+        found = reader.lookup(run[: first + 64], chunker=CHUNKS, budget_s=PATIENCE_S)
+        with reader.fetch(dataclasses.replace(found, chunks=found.chunks[-1:]), budget_s=PATIENCE_S) as got:
+            assert same_bits(got[0].kv, kv[:, :, first : first + 64])
+        until(lambda: m.status(0)["tickets"] == 0, "the ticket has ended")
+        assert 0 < m.status(0)["wire_codec_bytes"]["out"] <= cap
+    assert m.coded(0, "wire", "encode")[0] == 20
+    fetch_exact(reader, run, kv, Source.LOCAL)
+
+
+def test_readers_that_come_at_once_have_a_body_encoded_once(mesh: Callable) -> None:
+    m = mesh(*[WIRE | {"transports": ("tcp",)}] * 4)
+    run = prompt(64)
+    keep(m.cache(0), run)
+    outbox, coder = m.nodes[0].node.desk.outbox, m.nodes[0].node.coder
+
+    async def at_once() -> None:
+        (slot,) = m.nodes[0].node.residency.tier.resident()
+        parcels = await asyncio.gather(*(outbox.take(slot) for _ in range(5)))
+        assert len({id(p) for p in parcels}) == 1 and parcels[0].holds == 5
+        for parcel in parcels:
+            outbox.give_back(parcel)
+        packing = asyncio.ensure_future(outbox.take(slot))
+        await asyncio.sleep(0)
+        assert (await packing) is parcels[0]
+        outbox.give_back(parcels[0])
+
+    m.nodes[0].call(at_once())
+    assert coder.plain()["coded"][0]["bodies"] == 1
+
+
+def test_an_encoding_that_fails_costs_the_encoding_and_not_the_body(
+    mesh: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first asker gives up while others wait for the same parcel: they are sent the raw body."""
+    m = mesh(WIRE)
+    run = prompt(64)
+    keep(m.cache(0), run)
+    node = m.nodes[0].node
+    outbox = node.desk.outbox
+
+    async def first_gives_up() -> None:
+        (slot,) = node.residency.tier.resident()
+        gate = asyncio.Event()
+
+        async def stuck(*_: Any) -> None:
+            await gate.wait()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(node.coder, "pack", stuck)
+            first, other = (asyncio.ensure_future(outbox.take(slot)) for _ in range(2))
+            await asyncio.sleep(0)
+            first.cancel()
+            assert await other is None
+        assert outbox.nbytes == 0 and not outbox._parcels
+        parcel = await outbox.take(slot)  # the next one tries again
+        assert parcel is not None and parcel.packed is not None
+        outbox.give_back(parcel)
+
+    m.nodes[0].call(first_gives_up())
+
+
+@pytest.mark.parametrize("where", ["on the way", "before the way"])
+def test_encoded_bytes_that_are_wrong_are_a_miss_and_never_served(
+    mesh: Callable, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    m = mesh(*[WIRE | {"transports": ("tcp",)}] * 2)
+    run = prompt(64)
+    keep(m.cache(0), run)
+    coder = m.nodes[0].node.coder
+    pack = coder.pack
+
+    async def wrongly(place: str, codec: str, raw: memoryview, *of: Any) -> Any:
+        changed = memoryview(bytearray(raw))
+        changed[5000] ^= where == "before the way"  # parts and their checksums fit, yet not the body
+        packed = await pack(place, codec, changed, *of)
+        data = memoryview(bytearray(packed.data))
+        data[5000] ^= where == "on the way"
+        return packed._replace(data=data)
+
+    monkeypatch.setattr(coder, "pack", wrongly)
+    found = m.cache(1).lookup(run, chunker=CHUNKS, budget_s=PATIENCE_S)
+    with m.cache(1).fetch(found, budget_s=PATIENCE_S) as fetched:
+        assert (fetched[0].kv, fetched[0].miss) == (None, Miss.CORRUPT)
+    assert m.status(1)["counters"]["corrupt"] == 1 and m.status(1)["host"]["bodies"] == 0
+    at_rest_on_the_wire(m)
+
+
+def test_what_an_abandoned_pull_may_still_write_to_is_not_the_slot_and_counts_until_it_is_over(
+    mesh: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = mesh(*[WIRE | {"transports": ("tcp",)}] * 2)
+    run = prompt(64)
+    kv = keep(m.cache(0), run)
+    reader = m.nodes[1].node
+    pulls = []
+
+    class Stuck:
+        def __init__(self, dest: memoryview) -> None:
+            loop = asyncio.get_running_loop()
+            self.dest, self.done, self.settled = dest, loop.create_future(), loop.create_future()
+
+        def abandon(self) -> None: ...
+
+    def pull(peer: Any, ticket: Any, dest: memoryview, progress: Any) -> Stuck:
+        pulls.append(Stuck(dest))
+        return pulls[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader.puller._transports["tcp"], "pull", pull)
+        found = m.cache(1).lookup(run, chunker=CHUNKS, budget_s=PATIENCE_S)
+        with m.cache(1).fetch(found, budget_s=0.1) as fetched:
+            assert fetched[0].miss is Miss.DEADLINE
+    until(lambda: at_rest(m.status(1)), "the slot is free at once")
+    assert m.status(1)["wire_codec_bytes"]["in"] == pulls[0].dest.nbytes > 0
+    fetch_exact(m.cache(1), run, kv, Source.PEER)
+    pulls[0].dest[:] = b"\xff" * pulls[0].dest.nbytes  # the late write
+    fetch_exact(m.cache(1), run, kv, Source.LOCAL)
+
+    async def settle() -> None:
+        pulls[0].settled.set_result(None)
+
+    m.nodes[1].call(settle())
+    at_rest_on_the_wire(m)
+
+
+def test_a_reader_takes_no_more_encoded_bytes_at_once_than_it_has_room_for() -> None:
+    inbox = Inbox(100)
+    assert len(inbox.take(1000)) == 1000  # alone rather than never
+    assert inbox.take(1) is None
+    inbox.give_back(1000, None)
+    assert [inbox.take(n) is None for n in (60, 40, 1)] == [False, False, True]
+    inbox.give_back(60, None)
+    inbox.give_back(40, None)
+    assert inbox.nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("codec", "nbytes", "parts"),
+    [
+        ("int8", 400, 4),  # not the very bytes
+        ("raw", 400, 4),
+        ("", 400, 4),
+        ("lossless", 1000, 4),  # as long as the body
+        ("lossless", 1 << 62, 4),
+        ("lossless", 401, 4),
+        ("lossless", 0, 4),
+        ("lossless", 3, 4),
+        ("lossless", 400, 5),
+        ("lossless", 0, 0),
+    ],
+)
+def test_a_hostile_encoded_ticket_is_no_leave(codec: str, nbytes: int, parts: int) -> None:
+    body = BodyInfo(ContentKey(bytes(16)), ExactKey(bytes(16)), 10, 1000)
+    raw = [bytes(16), 0, 1, [1, 2, 3, 4], b"", body_to_wire(body)]
+    good = leave_from_wire([*raw, ["lossless", 400, [5, 6, 7, 8]]], body, ("lossless",))
+    assert good is not None and good.ticket.nbytes == 400 and good.ticket.checksums == (5, 6, 7, 8)
+    assert good.checksums == (1, 2, 3, 4) == leave_from_wire(raw, body, ()).ticket.checksums
+    assert leave_from_wire([*raw, ["lossless", 400, [5, 6, 7, 8]]], body, ()) is None, "not asked for"
+    assert leave_from_wire([*raw, [codec, nbytes, list(range(parts))]], body, ("lossless",)) is None
 
 
 # -- settings and metrics --------------------------------------------------------------------------
