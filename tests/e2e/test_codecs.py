@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from p2pcache import EmbeddedMesh, FixedChunker, KVLayout, Match, Miss, Namespace, NodeConfig, Source
+from p2pcache import EmbeddedMesh, FixedChunker, KVLayout, Match, Miss, Namespace, NodeConfig, Source, codecs
 from p2pcache.api import Cache
 from p2pcache.io.transport_ucx import ucx_available
 from p2pcache.metrics import samples
@@ -195,6 +196,47 @@ def _miss(cache: Cache, run: torch.Tensor) -> Miss | None:
     assert found.chunks[0].source is Source.NVME
     with cache.fetch(found, budget_s=PATIENCE_S) as fetched:
         return fetched[0].miss
+
+
+def test_a_cancelled_promotion_keeps_its_slot_until_the_decoder_has_let_go(
+    mesh: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = mesh(tiered(tmp_path / "nvme"))
+    run = prompt(64)
+    kv = keep(m.cache(0), run)
+    until(lambda: m.status(0)["nvme"]["records"] == 1, "demoted")
+    m.restart(0)
+    node, decoding, gate = m.nodes[0].node, threading.Event(), threading.Event()
+    unpack = codecs.unpack
+
+    def slowly(*of: Any) -> None:
+        decoding.set()
+        assert gate.wait(PATIENCE_S)
+        unpack(*of)
+
+    async def lease() -> asyncio.Future:
+        (record,) = node.ports.nvme.records()
+        return asyncio.ensure_future(node.residency.lease(record.body.exact))
+
+    async def cancel(leasing: asyncio.Future) -> tuple[bool, int]:
+        for _ in range(3):  # as often as anybody likes
+            leasing.cancel()
+            await asyncio.sleep(0.01)
+        return leasing.done(), len(node.residency.tier._others)
+
+    async def ended(leasing: asyncio.Future) -> None:
+        await asyncio.wait([leasing])
+        assert leasing.cancelled()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codecs, "unpack", slowly)
+        leasing = m.nodes[0].call(lease())
+        assert decoding.wait(PATIENCE_S)
+        assert m.nodes[0].call(cancel(leasing)) == (False, 1)
+        gate.set()
+        m.nodes[0].call(ended(leasing))
+    assert m.status(0)["unfinished"] == 0
+    fetch_exact(m.cache(0), run, kv, Source.NVME)
 
 
 # -- between hosts ---------------------------------------------------------------------------------
