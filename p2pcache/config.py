@@ -27,7 +27,14 @@ _PAGE_BYTES = 4096
 _NAME = re.compile(r"[A-Za-z0-9._-]{0,128}")
 NVME_SEGMENTS_MAX = 512  # one open file each
 NVME_DEPTH_MAX = 64  # one thread each
-_CHOICES = {"nvme_io": ("auto", "uring", "threads"), "nvme_admit": ("all", "used")}
+CODEC_WORKERS_MAX = 64
+CODECS = ("none", "lossless")  # what an exact key finds has to be exact, so no other codec acts by itself
+_CHOICES = {
+    "nvme_io": ("auto", "uring", "threads"),
+    "nvme_admit": ("all", "used"),
+    "nvme_codec": CODECS,
+    "wire_codec": CODECS,
+}
 _ABOVE_ZERO = (
     "pulls_in_flight_max",
     "pull_bytes_in_flight_max",
@@ -35,6 +42,7 @@ _ABOVE_ZERO = (
     "serve_bytes_per_peer_max",
     "client_leases_max",
     "nvme_depth",
+    "codec_workers",
 )
 
 
@@ -59,6 +67,12 @@ class NodeConfig:
     nvme_write_bytes_per_s_max: int = 0  # spares the disk: bodies beyond this rate are dropped; 0: no limit
     nvme_admit: str = "all"  # what goes to NVMe within that rate: all bodies, or those used since they came
     demote_above: float = 0.75  # share of the host tier taken, above which cold bodies go to NVMe
+
+    nvme_codec: str = "none"  # how bodies lie in the NVMe tier: `none`, or `lossless` (bf16 in 3/4)
+    wire_codec: str = "none"  # likewise on the way between hosts, where both ends have it; never over shm
+    wire_codec_bytes_max: int = 256 * MIB  # encoded bodies kept to be sent again; above: sent raw
+    codec_saving_min: float = 0.05  # share of its bytes that encoding must save, or a body is kept raw
+    codec_workers: int = 2  # threads that encode and decode
 
     transports: tuple[str, ...] = TRANSPORTS  # in order of preference
     transports_by_peer: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # peer -> likewise
@@ -106,6 +120,10 @@ class NodeConfig:
             )
         if not 0 <= self.demote_above <= 1:
             raise ConfigError(f"demote_above is a share from 0 to 1, not {self.demote_above}")
+        if not 0 <= self.codec_saving_min < 1:
+            raise ConfigError(f"codec_saving_min is a share from 0 to below 1, not {self.codec_saving_min}")
+        if self.codec_workers > CODEC_WORKERS_MAX:
+            raise ConfigError(f"codec_workers is at most {CODEC_WORKERS_MAX}, not {self.codec_workers}")
         if self.control_port > 65_535:
             raise ConfigError(f"control_port {self.control_port} is no port")
         if self.nvme_path and self.nvme_bytes_max < 2 * self.segment_bytes:

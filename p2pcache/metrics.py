@@ -96,6 +96,12 @@ _TABLE = _table(
         "bodies dropped unwritten: over the NVMe tier's write rate, or never used",
         (),
     ),
+    # bodies encoded on their way to NVMe or to a peer, and decoded on their way back
+    ("codec_bodies_total", _C, "bodies", "bodies en- or decoded", ("tier", "codec", "direction")),
+    ("codec_raw_bytes_total", _C, "bytes", "bytes of those, decoded", ("tier", "codec", "direction")),
+    ("codec_encoded_bytes_total", _C, "bytes", "bytes of those, encoded", ("tier", "codec", "direction")),
+    ("codec_error_ratio", _G, "ratio", "worst channel's error of any body encoded", ("tier", "codec")),
+    ("codec_kept_raw_total", _C, "bodies", "bodies that were not encoded, by reason", ("tier", "reason")),
     ("tier_used_bytes", _G, "bytes", "bytes taken in a tier", ("tier",)),
     ("tier_capacity_bytes", _G, "bytes", "bytes that a tier may take", ("tier",)),
     ("tier_bodies", _G, "bodies", "whole bodies in a tier", ("tier",)),
@@ -151,7 +157,7 @@ def samples(status: Mapping[str, Any]) -> list[Sample]:
     node = str(status["name"])
     if "error" in status:
         return [_sample("up", node, 0)]
-    parts = (_states, _counts, _sights, _planner)
+    parts = (_states, _counts, _sights, _planner, _codecs)
     return [_sample("up", node, 1), *(sample for part in parts for sample in part(status, node))]
 
 
@@ -222,6 +228,21 @@ def _planner(status: Mapping[str, Any], node: str) -> Iterator[Sample]:
         yield _sample("way_latency_seconds", node, row["latency_s"], way=row["way"])
         yield _sample("way_bytes_per_second", node, row["bytes_per_s"], way=row["way"])
     yield _sample("prefill_tokens_per_second", node, planner["prefill"]["tokens_per_s"])
+
+
+def _codecs(status: Mapping[str, Any], node: str) -> Iterator[Sample]:
+    codecs: Mapping[str, Any] | None = status.get("codecs")
+    if codecs is None:  # a node of an older version
+        return
+    for row in codecs["coded"]:
+        labels = {label: row[label] for label in ("tier", "codec", "direction")}
+        yield _sample("codec_bodies_total", node, row["bodies"], **labels)
+        yield _sample("codec_raw_bytes_total", node, row["raw_bytes"], **labels)
+        yield _sample("codec_encoded_bytes_total", node, row["encoded_bytes"], **labels)
+        if row["direction"] == "encode":
+            yield _sample("codec_error_ratio", node, row["error"], tier=row["tier"], codec=row["codec"])
+    for row in codecs["kept_raw"]:
+        yield _sample("codec_kept_raw_total", node, row["bodies"], tier=row["tier"], reason=row["reason"])
 
 
 def _histogram(key: str, node: str, plain: Mapping[str, Any], **labels: str) -> Iterator[Sample]:

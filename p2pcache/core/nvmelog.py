@@ -22,17 +22,21 @@ so that the log can be written with O_DIRECT.
     18      1      state: 1 pending, 2 committed, 3 dead
     19      1      provenance
     20      4      header_bytes, a multiple of 4096
-    24      8      record_bytes = header_bytes + nbytes rounded up to 4096
-    32      8      nbytes, length of the body
+    24      8      record_bytes = header_bytes + bytes stored, rounded up to 4096
+    32      8      nbytes, length of the raw body
     40      4      tokens
     44      4      layers; a body is that many equal parts
     48      8      base_position
     56      4      meta_bytes
-    60      4      flags, zero
+    60      4      flags: 1 where the bytes stored are the body encoded, else zero
     64      32     codec, ASCII, padded with zeros
     96      16     content key
     112     16     exact key
-    128     8 each layers times: XXH3-64 of the layer (see `core.checksum`)
+    128     8 each layers times: XXH3-64 of the raw layer (see `core.checksum`)
+    ...            of an encoded body (see `core.coding`), and of no other:
+            8      bytes stored, fewer than nbytes, in `layers` equal parts
+            32     how it is encoded, ASCII, padded with zeros
+            8 each layers times: XXH3-64 of the part
     ...     meta_bytes, opaque
     ...     zero
     last 8         XXH3-64 (seed 0) of the header's bytes before it
@@ -41,7 +45,8 @@ so that the log can be written with O_DIRECT.
 has ended, the header again as `committed`. So a writer that dies leaves a record that says it is torn, or
 a hole if not even its header was on disk yet; records written at the same time behind it are still found.
 `dead` marks a record whose body was found damaged. Nothing is flushed: after a power loss a committed
-header may stand before a torn body, and the layers' checksums find that when it is read.
+header may stand before a torn body, and the layers' checksums find that when it is read. A program that knows
+no encoded bodies takes their headers for damaged ones, and so drops them.
 
 **Life of a segment**: when it is reused, its header is written with a new, higher epoch *before*
 any other byte; the records of the life before then no longer count, wherever they lie. An epoch is
@@ -61,6 +66,7 @@ from dataclasses import dataclass
 
 import xxhash
 
+from p2pcache.core.coding import CODEC_BYTES_MAX, Coding
 from p2pcache.core.layout import LAYERS_MAX
 from p2pcache.types import KEY_BYTES, BodyInfo, ContentKey, ExactKey, LayoutError, Provenance
 
@@ -68,12 +74,13 @@ PAGE_BYTES = 4096
 FORMAT_VERSION = 1
 NBYTES_MAX = 1 << 40
 META_BYTES_MAX = 4096
-CODEC_BYTES_MAX = 32
+ENCODED = 1
 SEGMENT_MAGIC = b"p2pcSEG\0"
 RECORD_MAGIC = b"p2pcREC\0"
 
 _SEGMENT = struct.Struct("<8sQIQ")
 _FIXED = struct.Struct("<8sQHBBIQQIIQII32s16s16s")
+_CODING = struct.Struct("<Q32s")
 _DIGEST = struct.Struct("<Q")
 _EPOCH_AT = 8
 
@@ -83,7 +90,7 @@ def round_up(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-HEADER_BYTES_MAX = round_up(_FIXED.size + 8 * LAYERS_MAX + META_BYTES_MAX + _DIGEST.size)
+HEADER_BYTES_MAX = round_up(_FIXED.size + _CODING.size + 16 * LAYERS_MAX + META_BYTES_MAX + _DIGEST.size)
 
 
 class State(enum.IntEnum):
@@ -108,13 +115,14 @@ class Damage(enum.StrEnum):
 class Record:
     """A body's name, checksums and caller's data; all of a record but the body's bytes.
 
-    `checksums` has one XXH3-64 a layer. `meta` is opaque to the log. Raises LayoutError when the
-    format cannot hold it.
+    `checksums` has one XXH3-64 a raw layer. `meta` is opaque to the log. `coding`: how the bytes stored are
+    encoded; None where they are the body as it is. Raises LayoutError when the format cannot hold it.
     """
 
     body: BodyInfo
     checksums: tuple[int, ...]
     meta: bytes = b""
+    coding: Coding | None = None
 
     def __post_init__(self) -> None:
         body, layers = self.body, len(self.checksums)
@@ -132,15 +140,28 @@ class Record:
             raise LayoutError(f"meta has {len(self.meta)} bytes, more than {META_BYTES_MAX}")
         if not all(0 <= checksum < 1 << 64 for checksum in self.checksums):
             raise LayoutError("a layer's checksum is an unsigned 64-bit integer")
+        if self.coding is not None:
+            self.coding.check_fits(body, layers)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Length of the body as it is stored."""
+        return self.body.nbytes if self.coding is None else self.coding.nbytes
+
+    @property
+    def stored_checksums(self) -> tuple[int, ...]:
+        """Of the equal parts of what is stored."""
+        return self.checksums if self.coding is None else self.coding.checksums
 
     @property
     def header_bytes(self) -> int:
-        return round_up(_FIXED.size + 8 * len(self.checksums) + len(self.meta) + _DIGEST.size)
+        coding_bytes = 0 if self.coding is None else _CODING.size + 8 * len(self.checksums)
+        return round_up(_FIXED.size + 8 * len(self.checksums) + coding_bytes + len(self.meta) + _DIGEST.size)
 
     @property
     def record_bytes(self) -> int:
         """What the record takes in a segment: header and body, in whole pages."""
-        return self.header_bytes + round_up(self.body.nbytes)
+        return self.header_bytes + round_up(self.stored_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +175,7 @@ class Header:
 
 def encode_header(record: Record, epoch: int, state: State = State.COMMITTED) -> bytes:
     """`record.header_bytes` bytes, ready to be written at the record's offset."""
-    body = record.body
+    body, coding, layers = record.body, record.coding, len(record.checksums)
     fixed = _FIXED.pack(
         RECORD_MAGIC,
         epoch,
@@ -165,15 +186,18 @@ def encode_header(record: Record, epoch: int, state: State = State.COMMITTED) ->
         record.record_bytes,
         body.nbytes,
         body.tokens,
-        len(record.checksums),
+        layers,
         body.base_position,
         len(record.meta),
-        0,
+        0 if coding is None else ENCODED,
         body.codec.encode("ascii"),
         body.content,
         body.exact,
     )
-    sums = struct.pack(f"<{len(record.checksums)}Q", *record.checksums)
+    sums = struct.pack(f"<{layers}Q", *record.checksums)
+    if coding is not None:
+        sums += _CODING.pack(coding.nbytes, coding.codec.encode("ascii"))
+        sums += struct.pack(f"<{layers}Q", *coding.checksums)
     return _sealed(fixed + sums + record.meta, record.header_bytes)
 
 
@@ -199,12 +223,13 @@ def decode_header(buf: bytes | memoryview, room_bytes: int = NBYTES_MAX) -> Head
         return Damage.TRUNCATED
     if not _is_sealed(buf[:header_bytes]):
         return Damage.CHECKSUM
-    meta_at = _FIXED.size + 8 * layers
+    coding_at = _FIXED.size + 8 * layers
+    meta_at = coding_at + (_CODING.size + 8 * layers if flags == ENCODED else 0)
     pad_at = meta_at + meta_bytes
     if layers > LAYERS_MAX or meta_bytes > META_BYTES_MAX or pad_at > header_bytes - _DIGEST.size:
         return Damage.FIELDS
     pad = bytes(buf[pad_at : header_bytes - _DIGEST.size])
-    if flags or pad != bytes(len(pad)):
+    if flags not in (0, ENCODED) or pad != bytes(len(pad)):
         return Damage.FIELDS
     try:
         record = Record(
@@ -219,6 +244,7 @@ def decode_header(buf: bytes | memoryview, room_bytes: int = NBYTES_MAX) -> Head
             ),
             checksums=struct.unpack_from(f"<{layers}Q", buf, _FIXED.size),
             meta=bytes(buf[meta_at:pad_at]),
+            coding=_decode_coding(buf, coding_at, layers) if flags else None,
         )
         header = Header(record, epoch, State(state))
     except (ValueError, LayoutError):  # an enum's value, the codec's ASCII, or a bound of Record
@@ -226,6 +252,13 @@ def decode_header(buf: bytes | memoryview, room_bytes: int = NBYTES_MAX) -> Head
     if (header_bytes, record_bytes) != (record.header_bytes, record.record_bytes):
         return Damage.FIELDS
     return header if record_bytes <= room_bytes else Damage.TRUNCATED
+
+
+def _decode_coding(buf: bytes | memoryview, at: int, layers: int) -> Coding:
+    """Raises ValueError, LayoutError."""
+    nbytes, codec = _CODING.unpack_from(buf, at)
+    sums = struct.unpack_from(f"<{layers}Q", buf, at + _CODING.size)
+    return Coding(codec.rstrip(b"\0").decode("ascii"), nbytes, sums)
 
 
 def encode_segment(epoch: int, segment_bytes: int) -> bytes:

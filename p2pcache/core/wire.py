@@ -26,6 +26,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import msgpack
@@ -137,13 +138,16 @@ def _optional(item: Check) -> Check:
     return check
 
 
-def _record(**fields: Check) -> Check:
+def _record(_may: Mapping[str, Check] = MappingProxyType({}), **fields: Check) -> Check:
+    """_may: fields that may be left out."""
+    known = {**fields, **_may}
+
     def check(value: Any) -> None:
-        if type(value) is not dict or value.keys() != fields.keys():
-            raise WireError(f"expected the fields {', '.join(fields) or '(none)'}")
-        for name, item in fields.items():
+        if type(value) is not dict or not fields.keys() <= value.keys() <= known.keys():
+            raise WireError(f"expected the fields {', '.join(known) or '(none)'}")
+        for name in value:
             try:
-                item(value[name])
+                known[name](value[name])
             except WireError as error:
                 raise WireError(f"{name}: {error}") from None
 
@@ -174,7 +178,10 @@ FOUND = _tuple(BODY, _list(HOLDER, HOLDERS_MAX))
 CHUNK = _tuple(KEY, KEY)  # content, exact
 CHECKSUMS = _list(U64, LAYERS_MAX)
 # An open ticket, or the reason why there is none: token, offset, generation, checksums, meta, body
-TICKET = _tuple(_text(32), _tuple(TOKEN, U63, U63, CHECKSUMS, _bytes(0, META_BYTES_MAX), BODY))
+_TICKET = (TOKEN, U63, U63, CHECKSUMS, _bytes(0, META_BYTES_MAX), BODY)
+TICKET = _tuple(_text(32), _tuple(*_TICKET))
+# One for an encoded body says besides how it is encoded: codec, bytes, a checksum a part
+ENCODED_TICKET = _tuple(_text(32), _tuple(*_TICKET, _tuple(_text(32), U63, CHECKSUMS)))
 NO_TICKET = _tuple(_text(32), _optional(_number))  # when to ask again, in seconds, where that may help
 MEMBER = _record(
     name=NAME, incarnation=U63, control=_text(), boot_id=_text(64), transports=_map(_text(16), _text(), 16)
@@ -184,7 +191,12 @@ NONE = _record()
 
 
 def _ticket(value: Any) -> None:
-    (TICKET if type(value) is list and value[:1] == ["ok"] else NO_TICKET)(value)
+    if type(value) is not list or value[:1] != ["ok"]:
+        NO_TICKET(value)
+    elif type(value[-1]) is list and len(value[-1]) > len(_TICKET):
+        ENCODED_TICKET(value)
+    else:
+        TICKET(value)
 
 
 # Tables of packed records, between an engine and its node; `core/records.py` says what is in them.
@@ -212,7 +224,13 @@ OPS: dict[str, tuple[Check, Check]] = {
         _record(accepted=U31),
     ),
     "pull.open": (
-        _record(bodies=_list(KEY, CHUNKS_MAX), transport=_text(16), deadline_s=_number),
+        # codecs: those that the reader takes; without any it is given raw bodies
+        _record(
+            {"codecs": _list(_text(32), 16)},
+            bodies=_list(KEY, CHUNKS_MAX),
+            transport=_text(16),
+            deadline_s=_number,
+        ),
         _record(tickets=_list(_ticket, CHUNKS_MAX)),
     ),
     "adopt": (

@@ -105,13 +105,14 @@ class SegmentFiles:
         self.write_pages(stop, place.segment, place.offset, committed)
 
     def read_verified(self, stop: threading.Event | None, place: Location, dest: memoryview) -> int | None:
-        """Fill `dest` with a body; the first layer that fails its checksum, or None.
+        """Fill `dest` with a body as it is stored; the first part that fails its checksum, or None.
 
-        Layers are checked as they become whole, while later pieces are on their way. Raises OSError, or
-        Stopped once `stop` is set.
+        Parts, the layers of a raw body, are checked as they become whole, while later pieces are on their
+        way. Raises OSError, or Stopped once `stop` is set.
         """
         record, layer, whole_bytes = place.record, 0, 0
-        part_bytes = record.body.nbytes // len(record.checksums)
+        checksums = record.stored_checksums
+        part_bytes = record.stored_bytes // len(checksums)
         pieces = self._scratch().pieces(place.body_offset, dest, direct=self.direct)
         moving = self.backend.move(self._segment_fds[place.segment], _until(stop, pieces), write=False)
         with contextlib.closing(moving):
@@ -120,7 +121,7 @@ class SegmentFiles:
                 whole_bytes = min(whole_bytes + piece.nbytes, dest.nbytes)
                 while (layer + 1) * part_bytes <= whole_bytes:
                     part = dest[layer * part_bytes : (layer + 1) * part_bytes]
-                    if checksum_layer(part, record.body.exact, layer) != record.checksums[layer]:
+                    if checksum_layer(part, record.body.exact, layer) != checksums[layer]:
                         return layer
                     layer += 1
         return None
@@ -371,7 +372,7 @@ def _verified(
     if header.state is not State.COMMITTED:
         return offset, header
     place = Location(number, header.epoch, offset, header.record)
-    body = memoryview(bytearray(header.record.body.nbytes))
+    body = memoryview(bytearray(header.record.stored_bytes))
     try:
         if files.read_verified(None, place, body) is None:
             return offset, header

@@ -131,10 +131,16 @@ class NvmeTier(Protocol):
         """Forget what has to go for this record; the caller withdraws it before `append`."""
 
     async def append(self, record: Record, body: memoryview) -> object:
-        """Write a record; `body` is the caller's, unchanged until this returns. Raises TierFull."""
+        """Write a record. `body`, as it is to be stored, is the caller's, unchanged until this returns.
+
+        Raises TierFull.
+        """
 
     async def read_into(self, exact: ExactKey, dest: memoryview) -> Record | None:
-        """Read and verify a body; None where it is not here. Raises CorruptBody, having dropped it."""
+        """Read and verify a body as it is stored; None where it is not here.
+
+        `dest` is `record.stored_bytes` long. Raises CorruptBody, having dropped it.
+        """
 
     async def drop(self, exact: ExactKey) -> bool:
         """Forget a record for good. False: it was not here."""

@@ -177,7 +177,8 @@ class NvmeStore:
         return self._index.condemned(needs.segment)
 
     async def append(self, record: Record, body: memoryview) -> Appended:
-        """Write a record. `body` is the caller's, unchanged until this returns or raises.
+        """Write a record. `body`, as it is to be stored, is the caller's, unchanged until this returns or
+        raises.
 
         The checksums in `record` are taken on trust. Call `make_room` first and withdraw what it
         names. Raises TierFull: no room was made (others took it: make room again), or the device
@@ -185,8 +186,8 @@ class NvmeStore:
         """
         self._check_open()
         body = body.cast("B")
-        if body.nbytes != record.body.nbytes:
-            raise LayoutError(f"body has {body.nbytes} bytes, its record says {record.body.nbytes}")
+        if body.nbytes != record.stored_bytes:
+            raise LayoutError(f"body has {body.nbytes} bytes, its record says {record.stored_bytes}")
         placement = await self._place(record)
         if isinstance(placement, Already):
             return Appended.PRESENT if placement.committed else Appended.IN_FLIGHT
@@ -205,7 +206,7 @@ class NvmeStore:
         return Appended.STORED
 
     async def read_into(self, exact: ExactKey, dest: memoryview) -> Record | None:
-        """Read a body into `dest` (writable, as long as the body) and verify every layer.
+        """Read a body as it is stored into `dest` (writable, `stored_bytes` long) and verify every part.
 
         None: not here. `dest` is this call's until it returns or raises, and is whole only when a
         Record is returned. Raises CorruptBody when a layer's checksum fails or the device does: the
@@ -217,8 +218,8 @@ class NvmeStore:
             return None
         try:
             dest = dest.cast("B")
-            if dest.nbytes != location.record.body.nbytes or dest.readonly:
-                raise LayoutError(f"need {location.record.body.nbytes} writable bytes, got {dest.nbytes}")
+            if dest.nbytes != location.record.stored_bytes or dest.readonly:
+                raise LayoutError(f"need {location.record.stored_bytes} writable bytes, got {dest.nbytes}")
             bad_layer = await self._run(self._files.read_verified, location, dest)
             if bad_layer is None:
                 return location.record

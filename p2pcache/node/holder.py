@@ -11,16 +11,18 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from p2pcache.config import NodeConfig
 from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.tiers import Slot
+from p2pcache.node.coder import Coder
 from p2pcache.node.counters import Counters
+from p2pcache.node.outbox import Outbox, Parcel
 from p2pcache.node.residency import Residency
-from p2pcache.node.wireform import body_to_wire
+from p2pcache.node.wireform import leave_to_wire
 from p2pcache.types import ExactKey, Miss, TierFull
 
 _log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class _Open:
     reader: str
     issued_s: float
     expires_s: float
+    parcel: Parcel | None = None
     reading: int = 0
     closed: bool = False
 
@@ -42,10 +45,13 @@ class _Open:
 class TicketOffice:
     """Implements the `Tickets` port. `begin` and `end` come from transport threads, the rest does not."""
 
-    def __init__(self, config: NodeConfig, loop: asyncio.AbstractEventLoop, residency: Residency):
+    def __init__(
+        self, config: NodeConfig, loop: asyncio.AbstractEventLoop, residency: Residency, outbox: Outbox
+    ):
         self._config = config
         self._loop = loop
         self._residency = residency
+        self._outbox = outbox
         self._lock = threading.Lock()
         self._open: dict[bytes, _Open] = {}
         self.leased_bytes = 0
@@ -87,12 +93,18 @@ class TicketOffice:
         else:
             del self._leased_to[reader]
 
-    def issue(self, slot: Slot, reader: str, expires_s: float) -> bytes:
-        """A ticket for an admitted slot that the caller has leased; the lease is the ticket's from now on."""
+    def issue(self, slot: Slot, reader: str, expires_s: float, parcel: Parcel | None = None) -> bytes:
+        """A ticket for an admitted slot that the caller has leased; the lease is the ticket's from now on.
+
+        parcel: the body encoded, which is sent in its place; the ticket's as well.
+        """
         token = secrets.token_bytes(16)
-        view = self._residency.slab.view(slot.offset, slot.nbytes).toreadonly()
+        if parcel is None or parcel.packed is None:
+            view = self._residency.slab.view(slot.offset, slot.nbytes).toreadonly()
+        else:
+            view = parcel.packed.data
         with self._lock:
-            self._open[token] = _Open(slot, view, reader, self._loop.time(), expires_s)
+            self._open[token] = _Open(slot, view, reader, self._loop.time(), expires_s, parcel)
         self._emptied.clear()
         return token
 
@@ -126,6 +138,8 @@ class TicketOffice:
             self._usual_s += SMOOTHING * (self._loop.time() - ticket.issued_s - self._usual_s)
             self.dismiss(ticket.reader, ticket.slot.nbytes)
             self._residency.tier.release(ticket.slot)
+            if ticket.parcel is not None:
+                self._outbox.give_back(ticket.parcel)
         if not self._open:
             self._emptied.set()
 
@@ -150,30 +164,48 @@ class TicketOffice:
 class Holder:
     """Answers peers that want bodies."""
 
-    def __init__(self, config: NodeConfig, residency: Residency, counters: Counters):
+    def __init__(self, config: NodeConfig, residency: Residency, coder: Coder, counters: Counters):
         self._config = config
         self._residency = residency
         self._counters = counters
         self._loop = asyncio.get_running_loop()
-        self.office = TicketOffice(config, self._loop, residency)
+        self.outbox = Outbox(config.wire_codec, coder, residency.slab, config.wire_codec_bytes_max)
+        self.office = TicketOffice(config, self._loop, residency, self.outbox)
 
-    async def open(self, bodies: list[ExactKey], reader: str, deadline_s: float) -> list[list[Any]]:
-        """A ticket or a reason for each body, in order; one from NVMe is promoted first."""
-        return list(await asyncio.gather(*(self._ticket(exact, reader, deadline_s) for exact in bodies)))
+    async def open(
+        self,
+        bodies: list[ExactKey],
+        reader: str,
+        deadline_s: float,
+        *,
+        transport: str,
+        codecs: Sequence[str] = (),
+    ) -> list[list[Any]]:
+        """A ticket or a reason for each body, in order; one from NVMe is promoted first.
 
-    async def _ticket(self, exact: ExactKey, reader: str, deadline_s: float) -> list[Any]:
+        codecs: those that the reader takes. Over shm, which copies from the slab itself, bodies are raw.
+        """
+        encoded = transport != "shm" and self._config.wire_codec in codecs
+        return list(
+            await asyncio.gather(*(self._ticket(exact, reader, deadline_s, encoded) for exact in bodies))
+        )
+
+    async def _ticket(self, exact: ExactKey, reader: str, deadline_s: float, encoded: bool) -> list[Any]:
         body = self._residency.body(exact)
         if body is None:
             return self._refusal(Miss.HOLDER_GONE)
         if not self.office.admit(reader, body.nbytes):
             return self._refusal(Miss.BUSY, self.office.retry_after_s)
         slot: Slot | None = None
+        token = b""
         try:
             async with asyncio.timeout_at(deadline_s):
                 got = await self._residency.lease(exact)
-            if got is None:
-                return self._refusal(Miss.HOLDER_GONE)
-            slot = got[0]
+                if got is None:
+                    return self._refusal(Miss.HOLDER_GONE)
+                slot = got[0]
+                parcel = await self.outbox.take(slot) if encoded else None
+            token = self.office.issue(slot, reader, self._loop.time() + self._config.remote_lease_s, parcel)
         except TimeoutError:
             return self._refusal(Miss.DEADLINE)
         except TierFull:
@@ -181,12 +213,13 @@ class Holder:
         except CorruptBody:
             return self._refusal(Miss.CORRUPT)
         finally:
-            if slot is None:
+            if not token:
                 self.office.dismiss(reader, body.nbytes)
-        token = self.office.issue(slot, reader, self._loop.time() + self._config.remote_lease_s)
+                if slot is not None:
+                    self._residency.tier.release(slot)
         self._counters["tickets"] += 1
-        held = body_to_wire(slot.body)
-        return ["ok", [token, slot.offset, slot.generation, list(slot.checksums), slot.meta, held]]
+        coding = None if parcel is None or parcel.packed is None else parcel.packed.coding
+        return ["ok", leave_to_wire(token, slot, coding)]
 
     def _refusal(self, why: Miss, retry_after_s: float | None = None) -> list[Any]:
         self._counters["tickets_refused"] += 1

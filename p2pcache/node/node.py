@@ -22,6 +22,7 @@ from p2pcache.core.planner import Asked, Choice, Costs, plan
 from p2pcache.core.records import Bodies
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Control, NvmeTier, Slab, Transport
+from p2pcache.node.coder import Coder
 from p2pcache.node.counters import Counters
 from p2pcache.node.drain import Heir, hand_over
 from p2pcache.node.fence import Fence
@@ -118,7 +119,8 @@ class Node:
         clock = self._loop.time
         self.sight = Sight(clock)
         me = Holder(name, incarnation, Tier.HOST)
-        self.residency = Residency(config, me, ports.slab, ports.nvme, self.counters, clock)
+        self.coder = Coder(config)
+        self.residency = Residency(config, me, ports.slab, ports.nvme, self.counters, self.coder, clock)
         self.shard = Shard(name, config, clock)
         self.publisher = Publisher(
             config, ports.control, self.shard, self.counters, rng, self.residency.holdings
@@ -126,10 +128,10 @@ class Node:
         self.residency.on_held = self.publisher.held
         self.residency.on_gone = self.publisher.gone
         self.puller = Puller(
-            config, ports.control, ports.transports, self.residency, self.costs, self.counters
+            config, ports.control, ports.transports, self.residency, self.coder, self.costs, self.counters
         )
         self.waiting = Waiting(config.fetch_queue_bytes_max, FETCH_BYTES)
-        self.desk = PeerDesk(config, self.residency, self.counters)
+        self.desk = PeerDesk(config, self.residency, self.coder, self.counters)
         self.heirs = Heir(self.residency, self.puller)
         self.owners = Owners(ports.control, self.shard, self.counters)
         self.home = Home(name, incarnation, self.residency, self.costs, self.counters, self.sight, clock)
@@ -154,6 +156,7 @@ class Node:
         await self.puller.close()
         await self.residency.close()
         await self.publisher.close()
+        await self.coder.close()
 
     def contact(self) -> None:
         """The supervisor spoke to this node, so it is a member."""
@@ -413,7 +416,8 @@ class Node:
         if op == "pull.open":
             budget_s = min(max(body["deadline_s"], 0.0), self.config.remote_lease_s)
             deadline_s = self._loop.time() + budget_s
-            return {"tickets": await self.desk.open(body["bodies"], sender, deadline_s)}
+            how = {"transport": body["transport"], "codecs": body.get("codecs", ())}
+            return {"tickets": await self.desk.open(body["bodies"], sender, deadline_s, **how)}
         if op == "pull.close":
             self.desk.office.close(body["tokens"])
             return {}
@@ -501,6 +505,8 @@ class Node:
             "fetch_queue_bytes": self.waiting.nbytes,
             "pull_line_bytes": self.puller.flights.bytes_in_line,
             "counters": self.counters.snapshot(),
+            "codecs": self.coder.plain(),
+            "wire_codec_bytes": {"out": self.desk.outbox.nbytes, "in": self.puller.inbox.nbytes},
             "planner": self.costs.plain(self._loop.time()),
             "ring": self.sight.ring(self.name, self.view),
             "tier_bytes": self.residency.tier_bytes(),

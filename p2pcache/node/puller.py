@@ -20,14 +20,17 @@ from p2pcache.core.membership import Member, View
 from p2pcache.core.planner import Costs
 from p2pcache.core.rates import Meter
 from p2pcache.core.tiers import Slot
-from p2pcache.io.ports import Control, Pull, Ticket, TicketGone, Transport, TransportError
+from p2pcache.io.ports import Control, Pull, TicketGone, Transport, TransportError
+from p2pcache.node.coder import Coder
 from p2pcache.node.counters import Counters
+from p2pcache.node.inbox import Inbox
 from p2pcache.node.residency import Residency
-from p2pcache.node.wireform import body_from_wire
+from p2pcache.node.wireform import Leave, leave_from_wire
 from p2pcache.types import BodyInfo, DeadlineExceeded, Holder, Miss, RemoteError, Tier, TierFull
 
 HOLDERS_TRIED_MAX = 4
 RETRY_MIN_S = 0.001  # whatever a holder says
+RETRY_INBOX_S = 0.02
 _MISSES = {miss.value: miss for miss in Miss}
 
 
@@ -69,6 +72,7 @@ class Puller:
         control: Control,
         transports: list[Transport],
         residency: Residency,
+        coder: Coder,
         costs: Costs,
         counters: Counters,
     ):
@@ -77,6 +81,9 @@ class Puller:
         self._control = control
         self._transports = {t.name: t for t in transports}
         self._residency = residency
+        self._coder = coder
+        self._codecs = () if config.wire_codec == "none" else (config.wire_codec,)
+        self.inbox = Inbox(config.pull_bytes_in_flight_max)
         self._costs = costs
         self._counters = counters
         self._loop = asyncio.get_running_loop()
@@ -214,40 +221,51 @@ class Puller:
     ) -> Pulled:
         """One holder by one transport. answer_by_s: until when it may take to give its leave."""
         started_s = self._loop.time()
-        ticket: Ticket | Refusal | None = None
+        leave: Leave | Refusal | None = None
         slot: Slot | None = None
+        encoded: memoryview | None = None
         pull: Pull | None = None
         meter = self._costs.meter(transport.name, peer.name)
         try:
             idle = not meter.period.active
-            ticket = await self._open(peer, transport.name, body, answer_by_s)
-            if isinstance(ticket, Refusal):
-                return Pulled(None, peer.name, transport.name, ticket.miss, 0.0, ticket.retry_after_s)
+            leave = await self._open(peer, transport.name, body, answer_by_s)
+            if isinstance(leave, Refusal):
+                return Pulled(None, peer.name, transport.name, leave.miss, 0.0, leave.retry_after_s)
+            ticket, checksums, coding = leave
             # A ticket behind other bytes waits for those, and one from NVMe for the holder's disk.
             if idle and not meter.period.active and tier is not Tier.NVME:
                 meter.opened(self._loop.time() - started_s, self._loop.time())
+            if coding is not None:
+                encoded = self.inbox.take(coding.nbytes)
+                if encoded is None:
+                    return Pulled(None, peer.name, transport.name, Miss.BUSY, 0.0, RETRY_INBOX_S)
             # After the holder's leave, so that nothing of ours goes for a body that does not come.
             slot = await self._residency.reserve(body, peer.name)
             dest = self._residency.slab.view(slot.offset, slot.nbytes)
-            with _Metered(meter, ticket.nbytes, self._loop.time) as metered:
-                pull = metered.pull = transport.pull(peer, ticket, dest, metered.progress)
-                async with asyncio.timeout_at(deadline_s):
+            async with asyncio.timeout_at(deadline_s):
+                with _Metered(meter, body.nbytes, ticket.nbytes, self._loop.time) as metered:
+                    into = dest if encoded is None else encoded
+                    pull = metered.pull = transport.pull(peer, ticket, into, metered.progress)
                     await asyncio.shield(pull.done)
-                metered.progress(ticket.nbytes)  # the end needs no report
-            slot = self._residency.commit(slot, ticket.checksums, ticket.meta, replica=True)
+                    metered.progress(ticket.nbytes)  # the end needs no report
+                if coding is not None and encoded is not None:
+                    await self._coder.unpack("wire", coding, encoded, body, checksums, dest)
+            slot = self._residency.commit(slot, checksums, ticket.meta, replica=True)
         except BaseException as error:
             if pull is not None:
                 pull.abandon()
-            if slot is not None:
-                self._residency.give_up(slot, None if pull is None else pull.settled)
+            if slot is not None:  # what comes encoded does not come into the slot
+                self._residency.give_up(slot, None if pull is None or encoded is not None else pull.settled)
             waited_s = 0.0 if meter.came_s > started_s else self._loop.time() - started_s
             miss = self._why(error, peer, transport, waited_s)
             if miss is None:
                 raise
             return Pulled(None, peer.name, transport.name, miss)
         finally:
-            if isinstance(ticket, Ticket):
-                self._close(peer, ticket.token)
+            if isinstance(leave, Leave):
+                self._close(peer, leave.ticket.token)
+            if encoded is not None:
+                self.inbox.give_back(encoded.nbytes, None if pull is None else pull.settled)
         seconds = self._loop.time() - started_s
         meter.brought(seconds)
         self._counters[f"pulls_{transport.name}"] += 1
@@ -281,13 +299,14 @@ class Puller:
 
     # -- tickets, many a message -----------------------------------------------------------------
 
-    async def _open(
-        self, peer: Member, transport: str, body: BodyInfo, deadline_s: float
-    ) -> Ticket | Refusal:
+    async def _open(self, peer: Member, transport: str, body: BodyInfo, deadline_s: float) -> Leave | Refusal:
+        codecs = () if transport == "shm" else self._codecs
         batch = self._opening.get((peer.name, transport))
         if batch is None:
-            batch = self._opening[peer.name, transport] = _Batch()
-            self._spawn(self._send_open(peer, transport, batch))
+            batch = _Batch()
+            if not codecs:  # else each goes by itself: none waits until all others have been encoded
+                self._opening[peer.name, transport] = batch
+            self._spawn(self._send_open(peer, transport, batch, codecs))
         answer: asyncio.Future[list] = self._loop.create_future()
         batch.items.append(body)
         batch.waiting.append(answer)
@@ -297,23 +316,23 @@ class Puller:
         if status != "ok":
             miss = _MISSES.get(status, Miss.HOLDER_GONE)
             return Refusal(miss, max(lease or 0.0, RETRY_MIN_S) if miss is Miss.BUSY else 0.0)
-        token, offset, generation, checksums, meta, held = lease
-        # The directory's word on a body is a hint; the holder's is not. Where its keys stand (its base
-        # position) is part of what makes the bytes right, so it has to be what was asked for.
-        layers = len(checksums)
-        if body_from_wire(held) != body or not layers or body.nbytes < layers or body.nbytes % layers:
-            self._close(peer, token)
+        leave = leave_from_wire(lease, body, codecs)
+        if leave is None:
+            self._close(peer, lease[0])
             return Refusal(Miss.HOLDER_GONE)
-        return Ticket(token, offset, body.nbytes, generation, tuple(checksums), body.exact, meta)
+        return leave
 
-    async def _send_open(self, peer: Member, transport: str, batch: _Batch) -> None:
-        await asyncio.sleep(0)  # let the other pulls of this turn get on
-        del self._opening[peer.name, transport]
+    async def _send_open(self, peer: Member, transport: str, batch: _Batch, codecs: tuple[str, ...]) -> None:
+        if not codecs:
+            await asyncio.sleep(0)  # let the other pulls of this turn get on
+            del self._opening[peer.name, transport]
         request = {
             "bodies": [body.exact for body in batch.items],
             "transport": transport,
             "deadline_s": max(batch.deadline_s - self._loop.time(), 0.0),
         }
+        if codecs:
+            request["codecs"] = list(codecs)
         try:
             reply = await self._control.request(peer, "pull.open", request, batch.deadline_s)
             tickets = reply["tickets"]
@@ -361,16 +380,21 @@ class Puller:
 
 
 class _Metered:
-    """Tells a meter of the bytes of one pull as they come, and in the end of those that did not."""
+    """Tells a meter of the bytes of one pull as they come, and in the end of those that did not.
 
-    def __init__(self, meter: Meter, nbytes: int, clock: Callable[[], float]):
+    An encoded body counts as what it is raw: how soon a body is here is what the planner wants to know.
+    """
+
+    def __init__(self, meter: Meter, raw_bytes: int, moved_bytes: int, clock: Callable[[], float]):
         self._meter = meter
-        self._nbytes = nbytes
+        self._raw_bytes = raw_bytes
+        self._moved_bytes = max(moved_bytes, 1)
         self._clock = clock
         self._arrived = 0
         self.pull: Pull | None = None
 
-    def progress(self, nbytes: int) -> None:
+    def progress(self, moved_bytes: int) -> None:
+        nbytes = moved_bytes * self._raw_bytes // self._moved_bytes
         if nbytes > self._arrived:
             self._meter.came(nbytes - self._arrived, self._clock())
             self._arrived = nbytes
@@ -383,5 +407,5 @@ class _Metered:
         late = kind is not None and issubclass(kind, TimeoutError | asyncio.CancelledError)
         if late:
             self.progress(getattr(self.pull, "landed_bytes", 0))
-        missing = self._nbytes - self._arrived
+        missing = self._raw_bytes - self._arrived
         self._meter.end(self._clock(), lost=missing if late else 0, fault=missing > 0 and not late)

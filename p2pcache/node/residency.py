@@ -8,9 +8,11 @@ again when somebody asks for them.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 
+from p2pcache.codecs import page_aligned
 from p2pcache.config import NodeConfig
 from p2pcache.core.admission import Admission
 from p2pcache.core.checksum import CorruptBody
@@ -18,6 +20,7 @@ from p2pcache.core.eviction import POLICIES
 from p2pcache.core.nvmelog import Record
 from p2pcache.core.tiers import HostTier, Slot
 from p2pcache.io.ports import NvmeTier, Slab
+from p2pcache.node.coder import Coder
 from p2pcache.node.counters import Counters
 from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, P2PCacheError, Tier, TierFull
 
@@ -35,6 +38,7 @@ class Residency:
         slab: Slab,
         nvme: NvmeTier | None,
         counters: Counters,
+        coder: Coder,
         clock: Callable[[], float],
     ):
         """me: this node as a holder (its tier is ignored)."""
@@ -43,10 +47,15 @@ class Residency:
         self.slab = slab
         self._nvme = nvme
         self._counters = counters
+        self._coder = coder
+        self._nvme_codec = config.nvme_codec
         self._clock = clock
         self._demote_above_bytes = int(config.demote_above * self.tier.capacity_bytes)
         # Half of the NVMe tier's depth: reads, for which somebody waits, find the other half free.
         self._demotions_max = max(config.nvme_depth // 2, 1)
+        # Encoded bodies lie in memory of their own on their way: so many each way, and no more.
+        self._encoding = asyncio.Semaphore(self._demotions_max)
+        self._decoding = asyncio.Semaphore(config.nvme_depth)
         self._admission = Admission(config.nvme_write_bytes_per_s_max, used_only=config.nvme_admit == "used")
         self._promoting: dict[ExactKey, asyncio.Future[None]] = {}
         self._demoting: asyncio.Task | None = None
@@ -222,12 +231,16 @@ class Residency:
     async def _demote(self, slot: Slot) -> None:
         """Copy one body to the NVMe tier; where that fails the body is only less well kept."""
         assert self._nvme is not None
-        record = Record(slot.body, slot.checksums, slot.meta)
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._demotions.add(written)
         slot.leases += 1  # ours, for the time of the write; it is no use and leaves the order alone
         try:
-            await self._write_down(record, self.slab.view(slot.offset, slot.nbytes))
+            record = Record(slot.body, slot.checksums, slot.meta)
+            body = self.slab.view(slot.offset, slot.nbytes)
+            if self._nvme_codec == "none":
+                await self._write_down(record, body)
+            else:
+                await self._encode_down(record, body)
             self._counters["demoted"] += 1
         except P2PCacheError as error:
             _log.warning("a body was not demoted: %s", error)
@@ -235,6 +248,13 @@ class Residency:
             self.tier.release(slot)
             self._demotions.discard(written)
             written.set_result(None)
+
+    async def _encode_down(self, record: Record, body: memoryview) -> None:
+        async with self._encoding:
+            packed = await self._coder.pack("nvme", self._nvme_codec, body, record.body, record.checksums)
+            if packed is not None:
+                record, body = dataclasses.replace(record, coding=packed.coding), packed.data
+            await self._write_down(record, body)
 
     async def _write_down(self, record: Record, body: memoryview) -> None:
         """Make room in the log, withdraw what goes for it, then write. Raises TierFull."""
@@ -279,8 +299,7 @@ class Residency:
         slot = None
         try:
             slot = await self.reserve(record.body, "promotion")
-            # The store lets go of the buffer before it returns, even where it is cancelled.
-            whole = await self._nvme.read_into(exact, self.slab.view(slot.offset, slot.nbytes))
+            whole = await self._read_up(exact, self.slab.view(slot.offset, slot.nbytes))
             if whole is None:
                 self.tier.abort(slot)
             else:
@@ -295,6 +314,30 @@ class Residency:
         finally:
             del self._promoting[exact]
             done.set_result(None)
+
+    async def _read_up(self, exact: ExactKey, dest: memoryview) -> Record | None:
+        """Read a body into `dest`, and decode it where it is encoded. Raises CorruptBody.
+
+        Store and coder let go of buffers before they return, even where they are cancelled.
+        """
+        assert self._nvme is not None
+        record = self._nvme.lookup(exact)
+        if record is None or record.coding is None:
+            return await self._nvme.read_into(exact, dest)
+        async with self._decoding:
+            record = self._nvme.lookup(exact)  # again: it may have gone, or come back in another form
+            if record is None or record.coding is None:
+                return await self._nvme.read_into(exact, dest)
+            encoded = page_aligned(record.stored_bytes)
+            whole = await self._nvme.read_into(exact, encoded)
+            if whole is None:
+                return None
+            try:
+                await self._coder.unpack("nvme", record.coding, encoded, whole.body, whole.checksums, dest)
+            except CorruptBody:
+                await self._nvme.drop(exact)
+                raise
+            return whole
 
     async def close(self) -> None:
         if self._demoting is not None:

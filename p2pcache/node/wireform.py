@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from p2pcache.types import BodyInfo, Found, Holder, Provenance, Tier
+from p2pcache.core.coding import Coding
+from p2pcache.core.tiers import Slot
+from p2pcache.io.ports import Ticket
+from p2pcache.types import BodyInfo, Found, Holder, LayoutError, Provenance, Tier
 
 
 def body_to_wire(body: BodyInfo) -> list[Any]:
@@ -32,3 +35,50 @@ def found_to_wire(found: Found) -> list[Any]:
 
 def found_from_wire(raw: Sequence[Any]) -> Found:
     return Found(body_from_wire(raw[0]), tuple(holder_from_wire(h) for h in raw[1]))
+
+
+class Leave(NamedTuple):
+    """A holder's leave to pull a body.
+
+    ticket: for the transport; its bytes and checksums are those of the encoded body where there is a coding.
+    checksums: of the raw layers.
+    """
+
+    ticket: Ticket
+    checksums: tuple[int, ...]
+    coding: Coding | None = None
+
+
+def leave_to_wire(token: bytes, slot: Slot, coding: Coding | None) -> list[Any]:
+    leave = [
+        token,
+        slot.offset,
+        slot.generation,
+        list(slot.checksums),
+        slot.meta,
+        body_to_wire(slot.body),
+    ]
+    return leave if coding is None else [*leave, [coding.codec, coding.nbytes, list(coding.checksums)]]
+
+
+def leave_from_wire(raw: Sequence[Any], body: BodyInfo, codecs: Sequence[str]) -> Leave | None:
+    """A stranger's leave to pull `body`, or None where it is for something else than was asked for.
+
+    The directory's word on a body is a hint; the holder's is not. Where its keys stand (its base position) is
+    part of what makes the bytes right, so it has to be what was asked for. codecs: those we take.
+    """
+    token, offset, generation, checksums, meta, held, *coded = raw
+    sums, layers = tuple(checksums), len(checksums)
+    if body_from_wire(held) != body or not layers or body.nbytes < layers or body.nbytes % layers:
+        return None
+    if not coded:
+        return Leave(Ticket(token, offset, body.nbytes, generation, sums, body.exact, meta), sums)
+    codec, nbytes, part_sums = coded[0]
+    try:
+        coding = Coding(codec, nbytes, tuple(part_sums))
+        coding.check_fits(body, layers)
+    except LayoutError:
+        return None
+    if codec not in codecs:
+        return None
+    return Leave(Ticket(token, offset, nbytes, generation, coding.checksums, body.exact, meta), sums, coding)

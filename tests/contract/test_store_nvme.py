@@ -6,6 +6,7 @@ All of it on every way to move bytes: io_uring and threads past the page cache, 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import errno
 import mmap
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 import pytest
 
 from p2pcache.core.checksum import CorruptBody, checksum_body
+from p2pcache.core.coding import Coding
 from p2pcache.core.nvmelog import PAGE_BYTES, Record, State, round_up
 from p2pcache.io import _nvme_files, _nvme_io
 from p2pcache.io.store_nvme import Appended, NvmeStore
@@ -88,7 +90,7 @@ async def put(store: NvmeStore, record: Record, body: memoryview) -> list[ExactK
 
 
 async def get(store: NvmeStore, record: Record) -> bytes | None:
-    dest = memoryview(bytearray(record.body.nbytes))
+    dest = memoryview(bytearray(record.stored_bytes))
     found = await store.read_into(record.body.exact, dest)
     assert found in (None, record)
     return bytes(dest) if found else None
@@ -786,3 +788,49 @@ def test_after_sigkill_every_committed_record_is_found_whole(tmp_path):
                 return store.stats().torn
 
         torn += asyncio.run(restart())
+
+
+def make_encoded(number: int, nbytes: int = 30_000) -> tuple[Record, memoryview]:
+    """A record whose stored bytes stand for a longer body; to the store they may be anything."""
+    record, _ = make(number)
+    body = memoryview(random.Random(-number).randbytes(nbytes))
+    coding = Coding("lossless", nbytes, checksum_body(body, record.body.exact, 3))
+    return dataclasses.replace(record, coding=coding), body
+
+
+def test_encoded_bodies_lie_beside_raw_ones_and_take_the_room_of_their_own_bytes(tmp_path):
+    async def scenario():
+        async with opened(tmp_path / "log") as store:
+            raw, encoded = make(1), make_encoded(2)
+            for record, body in (raw, encoded):
+                await put(store, record, body)
+            assert encoded[0].record_bytes < raw[0].record_bytes - 20_000
+            with pytest.raises(LayoutError):  # the length of the raw body
+                await store.read_into(encoded[0].body.exact, memoryview(bytearray(encoded[0].body.nbytes)))
+            with pytest.raises(LayoutError):
+                await store.append(make_encoded(3)[0], make(3)[1])
+        async with opened(tmp_path / "log") as store:
+            for record, body in (raw, encoded):
+                assert store.lookup(record.body.exact) == record
+                assert await get(store, record) == bytes(body)
+
+    asyncio.run(scenario())
+
+
+def test_a_damaged_part_of_an_encoded_body_is_corrupt_and_gone(tmp_path):
+    async def scenario():
+        record, body = make_encoded(1)
+        async with opened(tmp_path / "log") as store:
+            await put(store, record, body)
+            place = store._index.lookup(record.body.exact)
+        with open(tmp_path / "log" / f"{place.segment:06d}.seg", "r+b") as file:
+            file.seek(place.body_offset + 25_000)
+            file.write(bytes([body[25_000] ^ 1]))
+        async with opened(tmp_path / "log") as store:
+            with pytest.raises(CorruptBody, match="layer 2"):
+                await get(store, record)
+            assert store.lookup(record.body.exact) is None
+        async with opened(tmp_path / "log", verify_bodies=True) as store:
+            assert store.lookup(record.body.exact) is None
+
+    asyncio.run(scenario())

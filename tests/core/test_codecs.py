@@ -11,13 +11,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p2pcache import _native
-from p2pcache.codecs import BadEncoding, Encoded, decode_into, decode_layer_into, encode, read_head
+from p2pcache.codecs import (
+    BadEncoding,
+    Encoded,
+    decode_into,
+    decode_layer_into,
+    encode,
+    pack,
+    page_aligned,
+    read_head,
+    unpack,
+)
 from p2pcache.codecs import lossless as lossless_module
 from p2pcache.codecs import quantised as quantised_module
 from p2pcache.codecs.lossless import Lossless
 from p2pcache.codecs.quantised import EXACT_TOKENS, Quantised, worst_channel
+from p2pcache.core.checksum import CorruptBody, checksum_body, layer_check
+from p2pcache.core.coding import Coding
 from p2pcache.core.layout import KVLayout
-from p2pcache.types import ConfigError, LayoutError
+from p2pcache.core.nvmelog import PAGE_BYTES
+from p2pcache.types import BodyInfo, ConfigError, ContentKey, ExactKey, LayoutError
 
 LEVELS = _native.simd_levels()
 QUANTISED = (("int8", 8), ("int4", 4))
@@ -325,3 +338,102 @@ def test_damage_is_refused_or_stays_within_the_destination_alike_at_every_level(
         except BadEncoding:
             outcomes.add(None)
     assert len(outcomes) == 1
+
+
+# -- whole bodies, as tiers and peers keep them ----------------------------------------------------
+
+EXACT = ExactKey(bytes(range(16)))
+
+
+def body_of(raw: memoryview, tokens: int) -> BodyInfo:
+    return BodyInfo(ContentKey(bytes(16)), EXACT, tokens, len(raw))
+
+
+def unpacked(coding: Coding, data: memoryview, body: BodyInfo, checksums: tuple[int, ...]) -> bytes:
+    """Decodes between two guards and looks at them."""
+    room = np.full(body.nbytes + 2 * GUARD, 0xA5, np.uint8)
+    try:
+        unpack(coding, data, body, checksums, memoryview(room)[GUARD : GUARD + body.nbytes])
+    finally:
+        assert (room[:GUARD] == 0xA5).all() and (room[GUARD + body.nbytes :] == 0xA5).all()
+    return room[GUARD : GUARD + body.nbytes].tobytes()
+
+
+packable = st.builds(
+    KVLayout,
+    layers=st.integers(1, 5),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.integers(16, 64),
+    dtype=st.just("bfloat16"),
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(packable, st.integers(16, 80), st.integers(0, 9))
+def test_a_packed_body_is_equal_parts_that_are_checked_as_they_come_and_comes_back(layout, tokens, seed):
+    raw = flat(kv(layout, tokens, seed))
+    body, checksums = body_of(raw, tokens), checksum_body(raw, EXACT, layout.layers)
+    packed = pack("lossless", raw, body, layout.layers, saving_min=0.05)
+    assert not isinstance(packed, str)
+    coding, data, error = packed
+    assert error == 0.0 and len(data) == coding.nbytes < 0.95 * len(raw) and len(data) % layout.layers == 0
+    coding.check_fits(body, layout.layers)
+    check = layer_check(memoryview(bytearray(len(data))), EXACT, coding.checksums)
+    check.copy(data, len(data))  # as a transport does it
+    assert check.bad_layer is None and check.good_bytes == len(data)
+    assert unpacked(coding, data, body, checksums) == bytes(raw)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(packable, st.integers(16, 80), st.data())
+def test_whatever_a_packed_body_turns_into_nothing_wrong_comes_out(layout, tokens, data):
+    raw = flat(kv(layout, tokens))
+    body, checksums = body_of(raw, tokens), checksum_body(raw, EXACT, layout.layers)
+    packed = pack("lossless", raw, body, layout.layers, saving_min=0.0)
+    damaged = bytearray(packed.data)
+    at = data.draw(st.integers(0, len(damaged) - 1))
+    patch = data.draw(st.binary(min_size=1, max_size=16))[: len(damaged) - at]
+    damaged[at : at + len(patch)] = patch
+    try:
+        out = unpacked(packed.coding, memoryview(damaged), body, checksums)
+    except CorruptBody:
+        return
+    assert out == bytes(raw)  # what was changed was its own, or padding
+
+
+def test_a_packed_body_of_another_one_or_another_length_is_refused():
+    layout = KVLayout(3, 2, 32, "bfloat16")
+    raw, other = (flat(kv(layout, 64, seed)) for seed in (0, 1))
+    body, checksums = body_of(raw, 64), checksum_body(raw, EXACT, 3)
+    coding, data, _ = pack("lossless", other, body, 3, saving_min=0.05)
+    with pytest.raises(CorruptBody, match="decoded layer 0"):
+        unpacked(coding, data, body, checksums)
+    coding, data, _ = pack("lossless", raw, body, 3, saving_min=0.05)
+    for cut in (0, 10, len(data) - 3):
+        with pytest.raises(BadEncoding):
+            unpacked(coding, data[:cut], body, checksums)
+    with pytest.raises(BadEncoding):
+        unpacked(coding, memoryview(bytes(data) + bytes(3)), body, checksums)
+    for codec in ("int8", "raw", "no-such"):  # none that is not exact is ever taken for the body
+        with pytest.raises(BadEncoding):
+            unpacked(Coding(codec, coding.nbytes, coding.checksums), data, body, checksums)
+
+
+def test_what_does_not_save_enough_or_is_not_whole_values_is_kept_raw():
+    layout = KVLayout(2, 2, 32, "bfloat16")
+    raw = flat(kv(layout, 64))
+    assert pack("lossless", raw, body_of(raw, 64), 2, saving_min=0.3) == "saving"
+    noise = memoryview(np.random.default_rng(0).bytes(len(raw)))
+    assert pack("lossless", noise, body_of(noise, 64), 2, saving_min=0.05) == "saving"
+    tiny = memoryview(bytes(4))
+    assert pack("lossless", tiny, body_of(tiny, 1), 1, saving_min=0.0) == "saving"
+    odd = memoryview(bytes(2 * 5 * 30))
+    assert pack("lossless", odd, body_of(odd, 5), 2, saving_min=0.0) == "shape"
+    assert pack("lossless", odd, body_of(odd, 0), 2, saving_min=0.0) == "shape"
+
+
+def test_memory_for_a_disk_starts_on_a_page():
+    for nbytes in (0, 1, 5000, 1 << 20):
+        view = page_aligned(nbytes)
+        assert len(view) == nbytes and not view.readonly
+        assert not nbytes or np.frombuffer(view, np.uint8).__array_interface__["data"][0] % PAGE_BYTES == 0

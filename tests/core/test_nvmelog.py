@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pcache.core import nvmelog
+from p2pcache.core.coding import Coding
 from p2pcache.core.layout import LAYERS_MAX
 from p2pcache.core.nvmelog import (
     HEADER_BYTES_MAX,
@@ -55,7 +56,12 @@ def records(draw):
     )
     sums = draw(st.integers(0, 2**64 - layers))
     meta = draw(st.binary(max_size=64) | st.just(b"m" * META_BYTES_MAX))
-    return Record(body, tuple(range(sums, sums + layers)), meta)
+    coding = None
+    if body.nbytes > layers and draw(st.booleans()):
+        name = draw(st.text(st.characters(min_codepoint=1, max_codepoint=127), min_size=1, max_size=32))
+        part_bytes = draw(st.integers(1, body.nbytes // layers - 1))
+        coding = Coding(name, layers * part_bytes, tuple(range(layers)))
+    return Record(body, tuple(range(sums, sums + layers)), meta, coding)
 
 
 class TestHeader:
@@ -90,6 +96,36 @@ class TestHeader:
             flipped = bytearray(encoded)
             flipped[bit // 8] ^= 1 << bit % 8
             assert isinstance(decode_header(flipped), Damage), bit
+
+    def test_every_flipped_bit_of_an_encoded_bodys_fields_is_refused(self):
+        coding = Coding("lossless", 3 * 100, (4, 5, 6))
+        encoded = encode_header(dataclasses.replace(make_record(1, layers=3), coding=coding), EPOCH)
+        for bit in range(8 * 240):
+            flipped = bytearray(encoded)
+            flipped[bit // 8] ^= 1 << bit % 8
+            assert isinstance(decode_header(flipped), Damage), bit
+
+    @pytest.mark.parametrize("flags", [0, 2, 3, 1 << 31])
+    def test_flags_say_what_follows_and_nothing_else(self, flags):
+        record = make_record(1, layers=3)
+        coded = dataclasses.replace(record, coding=Coding("lossless", 3 * 100, (4, 5, 6)))
+        encoded = bytearray(encode_header(coded, EPOCH))
+        encoded[60:64] = flags.to_bytes(4, "little")
+        assert decode_header(nvmelog._sealed(bytes(encoded[:-8]), len(encoded))) is Damage.FIELDS
+        plain = bytearray(encode_header(record, EPOCH))
+        plain[60:64] = (1).to_bytes(4, "little")  # no coding follows: its length is zero
+        assert decode_header(nvmelog._sealed(bytes(plain[:-8]), len(plain))) is Damage.FIELDS
+
+    @given(records(), st.data())
+    def test_what_stands_of_an_encoded_body_is_not_trusted_even_under_a_right_checksum(self, record, data):
+        layers = len(record.checksums)
+        encoded = bytearray(encode_header(record, EPOCH))
+        at = data.draw(st.integers(124 + 8 * layers, 128 + 8 * layers + 40))
+        encoded[at : at + 4] = data.draw(st.binary(min_size=4, max_size=4))
+        resealed = nvmelog._sealed(bytes(encoded[:-8]), len(encoded))
+        decoded = decode_header(resealed)
+        if isinstance(decoded, Header):
+            assert encode_header(decoded.record, decoded.epoch, decoded.state) == resealed
 
     @given(records(), st.data())
     def test_lengths_are_not_trusted_even_under_a_right_checksum(self, record, data):
@@ -136,6 +172,27 @@ class TestHeader:
         good = make_record(1, layers=2)
         with pytest.raises(LayoutError):
             Record(dataclasses.replace(good.body, **change), good.checksums)
+
+    @pytest.mark.parametrize(
+        ("codec", "nbytes", "parts"),
+        [
+            ("", 100, 2),
+            ("x" * 33, 100, 2),
+            ("null\0", 100, 2),
+            ("lossless", 101, 2),  # parts that are not equal
+            ("lossless", 0, 2),
+            ("lossless", -2, 2),
+            ("lossless", 99, 3),  # not a part a layer
+            ("lossless", PAGE_BYTES - 64, 2),  # no shorter than raw
+            ("lossless", 1 << 62, 2),
+            ("lossless", 0, 0),
+        ],
+    )
+    def test_an_encoded_form_out_of_bounds_is_a_typed_error(self, codec, nbytes, parts):
+        with pytest.raises(LayoutError):
+            dataclasses.replace(make_record(1, layers=2), coding=Coding(codec, nbytes, tuple(range(parts))))
+        with pytest.raises(LayoutError):
+            Coding("lossless", 100, (-1, 1))
 
     def test_too_many_layers_or_too_much_meta_is_a_typed_error(self):
         body = dataclasses.replace(make_record(1).body, nbytes=LAYERS_MAX + 1)

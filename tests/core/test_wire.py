@@ -37,6 +37,8 @@ body = row(key, key, u31, u63, st.integers(0, 2), u31, text)
 holder = row(text, u63, tier)
 found = row(body, lists(holder))
 ticket = row(st.just("ok"), row(token, u63, u63, lists(u64), meta, body))
+coding = row(text, u63, lists(u64))
+encoded_ticket = row(st.just("ok"), row(token, u63, u63, lists(u64), meta, body, coding))
 no_ticket = row(text.filter(lambda t: t != "ok"), st.none() | st.floats(0, 10))
 member = record(
     name=text, incarnation=u63, control=text, boot_id=text, transports=st.dictionaries(text, text, max_size=3)
@@ -68,8 +70,9 @@ SAMPLES = {
     ),
     "directory.withdraw": (record(bodies=lists(row(key, key, u63))), accepted),
     "pull.open": (
-        record(bodies=lists(key), transport=text, deadline_s=seconds),
-        record(tickets=lists(ticket | no_ticket)),
+        record(bodies=lists(key), transport=text, deadline_s=seconds)
+        | record(bodies=lists(key), transport=text, deadline_s=seconds, codecs=lists(text)),
+        record(tickets=lists(ticket | encoded_ticket | no_ticket)),
     ),
     "adopt": (record(bodies=lists(body), deadline_s=seconds), record(adopted=lists(key))),
     "pull.close": (record(tokens=lists(token)), nothing),
@@ -275,7 +278,20 @@ def said(op: str, kind: str, content) -> bytes:
 
 
 BODY = [bytes(16), bytes(16), 1, 1, 0, 0, "raw"]
+TICKET = [bytes(16), 0, 1, [], b"", BODY]
 OVER = {
+    "codecs": (
+        "pull.open",
+        "q",
+        {"bodies": [], "transport": "tcp", "deadline_s": 1, "codecs": ["lossless"] * 17},
+    ),
+    "encoded checksums": (
+        "pull.open",
+        "r",
+        {"tickets": [["ok", [*TICKET, ["lossless", 1, [0] * 1025]]]]},
+    ),
+    "encoded bytes": ("pull.open", "r", {"tickets": [["ok", [*TICKET, ["lossless", -1, []]]]]}),
+    "more than an encoded form": ("pull.open", "r", {"tickets": [["ok", [*TICKET, ["l", 1, []], 0]]]}),
     "list": ("release", "q", {"generations": [0] * (CHUNKS_MAX + 1)}),
     "descriptors": ("namespaces", "q", {"descriptors": [b""] * 257}),
     "descriptor": ("open", "q", {"descriptor": bytes((1 << 16) + 1)}),

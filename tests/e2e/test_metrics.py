@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -54,7 +54,12 @@ def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedMesh]:
     configs = [
         NodeConfig(name="n0", host_bytes_max=8 << 20, resync_s=0.0),
         NodeConfig(
-            name="n1", host_bytes_max=256 * KIB, nvme_path=str(folder), nvme_bytes_max=16 << 20, resync_s=0.0
+            name="n1",
+            host_bytes_max=256 * KIB,
+            nvme_path=str(folder),
+            nvme_bytes_max=16 << 20,
+            nvme_codec="lossless",
+            resync_s=0.0,
         ),
     ]
     with EmbeddedMesh(configs) as mesh:
@@ -73,8 +78,8 @@ def lookup_and_fetch(cache: Any, run: torch.Tensor, **how: Any) -> None:
         pass
 
 
-def keep(cache: Any, run: torch.Tensor) -> None:
-    stored = cache.store(cache.chunks(run, CHUNKS), torch.zeros(LAYOUT.shape(len(run))))
+def keep(cache: Any, run: torch.Tensor, kv: Callable[..., torch.Tensor] = torch.zeros) -> None:
+    stored = cache.store(cache.chunks(run, CHUNKS), kv(LAYOUT.shape(len(run))))
     assert stored.published(PATIENCE_S)
 
 
@@ -175,6 +180,7 @@ def everything(mesh: EmbeddedMesh, caches: list[Any]) -> dict[str, Any]:
     """n1's status after hits from everywhere, misses, refusals and evictions."""
     base = 1000 * next(_times)
     keep(caches[0], tokens(base, 4))
+    keep(caches[1], tokens(base + 50), torch.randn)  # no codec makes it any smaller
     for seed in range(base + 10, base + 16):
         keep(caches[1], tokens(seed, 2))  # more than its host tier takes
     lookup_and_fetch(caches[1], tokens(base + 10, 2))  # from NVMe

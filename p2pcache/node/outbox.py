@@ -1,0 +1,99 @@
+"""Bodies encoded for peers: each once, kept while there is room, since who was asked once is asked again.
+
+A parcel stays as long as a ticket for it is open; of the others the one that was asked for longest ago goes
+first. That a body is not worth encoding is remembered as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from p2pcache import codecs
+from p2pcache.core.tiers import Slot
+from p2pcache.io.ports import Slab
+from p2pcache.node.coder import Coder
+from p2pcache.types import ExactKey
+
+PARCEL_BYTES = 4096
+"""What a parcel takes besides its bytes at most: two checksums a layer and a place in the table."""
+_Key = tuple[ExactKey, tuple[int, ...]]  # one exact key may come again with other bits
+
+
+@dataclass(slots=True)
+class Parcel:
+    """An encoded body. packed: None while it is being made, and for good where it is better sent raw."""
+
+    ready: asyncio.Future[None]
+    nbytes: int  # counted towards the cap
+    packed: codecs.Packed | None = None
+    holds: int = 0
+
+
+class Outbox:
+    """Belongs to the node's loop."""
+
+    def __init__(self, codec: str, coder: Coder, slab: Slab, bytes_max: int):
+        self._codec = codec
+        self._coder = coder
+        self._slab = slab
+        self._bytes_max = bytes_max
+        self._parcels: OrderedDict[_Key, Parcel] = OrderedDict()
+        self.nbytes = 0
+
+    async def take(self, slot: Slot) -> Parcel | None:
+        """A body's parcel, to be given back; None where it goes raw. The caller has leased `slot`."""
+        key = slot.exact, slot.checksums
+        parcel = self._parcels.get(key)
+        first = parcel is None
+        if parcel is None:
+            if not self._make_room(slot.nbytes + PARCEL_BYTES):
+                self._coder.kept_raw("wire", "room")
+                return None
+            parcel = Parcel(asyncio.get_running_loop().create_future(), slot.nbytes + PARCEL_BYTES)
+            self._parcels[key] = parcel
+            self.nbytes += parcel.nbytes
+        self._parcels.move_to_end(key)
+        parcel.holds += 1
+        try:
+            if first:
+                await self._fill(key, parcel, slot)
+            else:
+                await asyncio.wait([parcel.ready])
+        except BaseException:
+            self.give_back(parcel)
+            raise
+        if parcel.packed is None:
+            self.give_back(parcel)
+            return None
+        return parcel
+
+    def give_back(self, parcel: Parcel) -> None:
+        parcel.holds -= 1
+
+    async def _fill(self, key: _Key, parcel: Parcel, slot: Slot) -> None:
+        raw = self._slab.view(slot.offset, slot.nbytes)
+        try:
+            packed = await self._coder.pack("wire", self._codec, raw, slot.body, slot.checksums)
+        except BaseException:
+            del self._parcels[key]  # those who wait for it send raw; the next one tries again
+            self.nbytes -= parcel.nbytes
+            raise
+        else:
+            parcel.packed = packed
+            nbytes = PARCEL_BYTES + (0 if packed is None else packed.coding.nbytes)
+            self.nbytes += nbytes - parcel.nbytes
+            parcel.nbytes = nbytes
+        finally:
+            parcel.ready.set_result(None)
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Drop what nobody reads, oldest first, until so much fits under the cap. False: it does not."""
+        for key, parcel in list(self._parcels.items()):
+            if self.nbytes + nbytes <= self._bytes_max:
+                break
+            if not parcel.holds:
+                del self._parcels[key]
+                self.nbytes -= parcel.nbytes
+        return self.nbytes + nbytes <= self._bytes_max
