@@ -63,6 +63,20 @@ class Ring:
         first = key[2] % len(slot)
         return tuple(self.names[i] for i in (*slot[first:], *slot[:first]))
 
+    def split(self, keys: np.ndarray, rank: int) -> list[tuple[str, np.ndarray]]:
+        """Many keys by the owner that is asked at this rank, 0 first: each with the places of its keys.
+
+        keys: u8 `[n, 16]`. Empty where keys have no such owner.
+        """
+        count = self._owners.shape[1]
+        if rank >= count or not len(keys):
+            return []
+        slots = (keys[:, 0].astype(np.int64) << 8 | keys[:, 1]) >> 2
+        owner = self._owners[slots, (keys[:, 2] % count + rank) % count]
+        order = np.argsort(owner, kind="stable")
+        cuts = np.flatnonzero(np.diff(owner[order])) + 1
+        return [(self.names[owner[places[0]]], places) for places in np.split(order, cuts)]
+
     def share(self) -> dict[str, float]:
         """Each member's share of the entries and questions over an equal one: 1.0 is perfect balance."""
         if not self.names:

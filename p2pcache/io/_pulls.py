@@ -8,6 +8,7 @@ import ipaddress
 import queue
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 
 from p2pcache.core.checksum import CorruptBody, LayerCheck
 from p2pcache.io.ports import Ticket, TransportError
@@ -202,6 +203,7 @@ async def join(threads: list[threading.Thread]) -> None:
     waiter.join()
 
 
+@lru_cache(maxsize=4096)  # every lookup asks of every peer
 def parse_address(text: str) -> Address | None:
     """`host:port` or `[host]:port`. The host is a literal, so that no pull waits for a name service."""
     host, _, port = text.rpartition(":")

@@ -95,8 +95,8 @@ class Transport(Protocol):
         """Stop listening, drop connections; no pull is under way any more when it returns."""
 
 
-Handler = Callable[[str, Mapping[str, Any], str, int], Awaitable[Mapping[str, Any]]]
-"""(op, body, sender, sender's incarnation) -> reply body."""
+Handler = Callable[[str, Mapping[str, Any], str, int], Mapping[str, Any] | Awaitable[Mapping[str, Any]]]
+"""(op, body, sender, sender's incarnation) -> reply body, or an awaitable of it where it has to wait."""
 
 
 class Control(Protocol):
@@ -107,10 +107,18 @@ class Control(Protocol):
     async def start(self, handler: Handler) -> None:
         """Bind and serve. Raises ConfigError where the port is taken."""
 
+    def ask(
+        self, peer: Member, op: str, body: Mapping[str, Any], deadline_s: float
+    ) -> asyncio.Future[Mapping[str, Any]]:
+        """Ask a peer; the future ends with its reply, DeadlineExceeded or RemoteError.
+
+        deadline_s: on the loop's clock. Many at once cost no task each.
+        """
+
     async def request(
         self, peer: Member, op: str, body: Mapping[str, Any], deadline_s: float
     ) -> Mapping[str, Any]:
-        """Ask a peer. deadline_s: on the loop's clock. Raises DeadlineExceeded, RemoteError."""
+        """`ask`, awaited."""
 
     async def close(self) -> None: ...
 

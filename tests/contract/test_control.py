@@ -126,6 +126,32 @@ def test_many_requests_at_once_get_each_their_own_answer() -> None:
     run(case)
 
 
+def test_a_handler_may_answer_at_once_and_fail_at_once() -> None:
+    async def case() -> None:
+        async with peers(Peer("a", 1), Peer("b", 2)) as (a, b):
+
+            def at_once(op: str, body: Mapping[str, Any], *_: object) -> Mapping[str, Any]:
+                if not body["bodies"]:
+                    raise RemoteError("nothing to withdraw")
+                return {"accepted": len(body["bodies"])}
+
+            b.control._handler = at_once
+            deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
+            asked = [
+                a.control.ask(
+                    b.member, "directory.withdraw", {"bodies": [[KEYS[0], KEYS[0], 0]] * n}, deadline_s
+                )
+                for n in range(300)
+            ]
+            asked[7].cancel()
+            refused, *answers = await asyncio.gather(*asked, return_exceptions=True)
+            assert isinstance(refused, RemoteError) and "nothing to withdraw" in str(refused)
+            assert isinstance(answers.pop(6), asyncio.CancelledError)
+            assert [r["accepted"] for r in answers] == [n for n in range(1, 300) if n != 7]
+
+    run(case)
+
+
 def test_a_silent_peer_is_a_deadline_and_its_late_answer_disturbs_nobody() -> None:
     async def case() -> None:
         async with peers(Peer("a", 1), Peer("b", 2)) as (a, b):

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 from blake3 import blake3
 from hypothesis import given, settings
@@ -112,3 +113,18 @@ def test_an_empty_view_owns_nothing():
 def test_two_members_of_one_name_are_refused():
     with pytest.raises(ValueError):
         Ring(["a", "a"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sets(st.text(max_size=3), max_size=5), st.lists(st.binary(min_size=16, max_size=16), max_size=20))
+def test_many_keys_are_split_by_the_owners_that_each_has(members, keys):
+    ring = Ring(sorted(members))
+    joined = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 16)
+    for rank in range(3):
+        wanted: dict[str, list[int]] = {}
+        for place, key in enumerate(keys):
+            for owner in ring.owners(ContentKey(key))[rank : rank + 1]:
+                wanted.setdefault(owner, []).append(place)
+        split = ring.split(joined, rank)
+        assert {owner: places.tolist() for owner, places in split} == wanted
+        assert len(split) == len(wanted)
