@@ -41,7 +41,7 @@ from p2pcache.core.records import (
 )
 from p2pcache.core.wire import ANSWER, ASK
 from p2pcache.discovery import find_socket
-from p2pcache.io.link import Link
+from p2pcache.io.link import Link, seconds
 from p2pcache.io.streams import Stream, default_stream
 from p2pcache.node.wireform import body_to_wire
 from p2pcache.replies import DTYPES, as_missed, fetched_chunks, holders_of, lookup_chunk, slab_bytes
@@ -230,7 +230,9 @@ class Cache:
         lookup and fetch together; what cannot come by then is a miss, and the fetch of this lookup ends then.
         """
         started_s, by_s = time.perf_counter(), None
+        budget_s = seconds(budget_s)
         if deadline_s is not None:
+            deadline_s = seconds(deadline_s)
             by_s = time.monotonic() + deadline_s * (1 - _REPLY_SHARE)
             budget_s = min(budget_s, deadline_s * _LOOKUP_SHARE)
         run = as_tokens(tokens)
@@ -247,7 +249,7 @@ class Cache:
             wants = chosen_alone(reply, asked, [stop - start for start, stop, *_ in keys])
             if wants is not None:  # nothing to choose, and no objects before somebody looks at them
                 chunks = SingleChunks(wants, lambda: map(lookup_chunk, keys, unpack_answers(reply)))
-                return Lookup(run, chunks, time.perf_counter() - started_s, by_s, patience_s)
+                return Lookup(run, chunks, time.perf_counter() - started_s, patience_s, by_s)
             found = list(map(lookup_chunk, keys, unpack_answers(reply)))
         except (NodeDown, RemoteError) as error:
             miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN
@@ -303,7 +305,7 @@ class Cache:
 
         It ends with the budget, the lookup's deadline, or its patience, whichever is first.
         """
-        budget_s = lookup.within_s(budget_s, time.monotonic())
+        budget_s = lookup.within_s(seconds(budget_s), time.monotonic())
         chunks = lookup.chunks
         if isinstance(chunks, SingleChunks):
             asked: Sequence[int] = range(len(chunks))
@@ -389,6 +391,7 @@ class Cache:
         chunks = [c for c in chunks if c.tokens > 0]
         if not bodies:
             return Stored(0, 0, Counter())
+        budget_s = seconds(budget_s)
         by_s = time.monotonic() + budget_s
         refused: Counter[str] = Counter()
         try:

@@ -83,6 +83,12 @@ class Flights:
         self._line_bytes += nbytes
         return Ticket.QUEUE
 
+    def leave(self, key: ExactKey, who: Any) -> None:
+        """A passenger does not wait any more."""
+        flight = self._table.get(key)
+        if flight is not None and who in flight.passengers:
+            flight.passengers.remove(who)
+
     def landed(self, key: ExactKey) -> tuple[list[Any], list[Any]]:
         """A flight ended, well or not, or left the line. Returns (its passengers, pilots to start)."""
         flight = self._table.pop(key, None)

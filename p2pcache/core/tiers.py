@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import bisect
 import enum
+import math
 import operator
 import struct
 from collections.abc import Iterator
@@ -204,6 +205,7 @@ class HostTier:
         self._others: dict[int, Slot] = {}  # generation -> slot that is reserved or in quarantine
         self._writers: dict[int, str] = {}  # ... and who writes it
         self._slots: list[Slot] = []  # all of them, by offset
+        self._walled: tuple[int, float] | None = None  # (bytes for which there was no room, until when)
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -270,6 +272,7 @@ class HostTier:
             self._release(slot)
             return first
         del self._others[slot.generation], self._writers[slot.generation]
+        self._note_change()
         slot.fill(checksums, meta)
         slot.state = SlotState.RESIDENT
         self._resident[slot.exact] = slot
@@ -308,6 +311,7 @@ class HostTier:
         slot.leases -= 1
         if not slot.leases:
             self._policy.settled(slot)
+            self._note_change()
 
     def warm(self, exact: ExactKey) -> None:
         """Make a body the last to go, as it was for the node that it came from."""
@@ -321,6 +325,7 @@ class HostTier:
         if slot is None:
             return False
         slot.pinned_until_s = until_s
+        self._note_change()
         return True
 
     def victim(self, now_s: float) -> Slot | None:
@@ -347,7 +352,13 @@ class HostTier:
                     best = run
         return best or self._cheapest_anywhere(need, now_s)
 
+    def _note_change(self) -> None:
+        """A slot came, went, or is held no longer: what had no room may have it now."""
+        self._walled = None
+
     def _cheapest_anywhere(self, need: int, now_s: float) -> list[Slot]:
+        if self._walled is not None and need >= self._walled[0] and now_s < self._walled[1]:
+            return []  # nothing has changed since so much was looked for in vain
         best: list[Slot] = []
         first = 0
         while first < len(self._slots):
@@ -358,6 +369,9 @@ class HostTier:
             if run and (not best or self._worth(run) < self._worth(best)):
                 best = run
             first = last + 1
+        if not best:
+            pins = (slot.pinned_until_s for slot in self._slots if slot.pinned_until_s > now_s)
+            self._walled = need, min(pins, default=math.inf)
         return best
 
     def _around(self, i: int, need: int, now_s: float) -> tuple[int, int]:
@@ -451,6 +465,7 @@ class HostTier:
         self._free_extent(slot)
 
     def _free_extent(self, slot: Slot) -> None:
+        self._note_change()
         self._slots.pop(bisect.bisect_left(self._slots, slot.offset, key=_offset))
         self._free.add(slot.offset, slot.extent_bytes)
         self._taken_bytes -= slot.extent_bytes

@@ -24,11 +24,19 @@ from p2pcache.core import wire
 from p2pcache.core.membership import Member
 from p2pcache.core.records import leased
 from p2pcache.io.slab import MappedSlab, attach, receive_frame, send_frame
-from p2pcache.types import DeadlineExceeded, NodeDown, RemoteError
+from p2pcache.types import ConfigError, DeadlineExceeded, NodeDown, RemoteError
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 0.5
+BUDGET_MAX_S = 7 * 86_400.0  # whoever gives more has all the time in the world
 _SEND_TIMEOUT_S = 1
+
+
+def seconds(budget_s: float) -> float:
+    """A budget as it may go over a wire and into a clock. Raises ConfigError for NaN."""
+    if budget_s != budget_s:
+        raise ConfigError("a budget is a number of seconds, not NaN")
+    return min(budget_s, BUDGET_MAX_S)
 
 
 class Link:
@@ -60,6 +68,9 @@ class Link:
 
     def call(self, op: str, body: Mapping[str, Any], budget_s: float) -> Mapping[str, Any]:
         """Ask the node. Raises NodeDown, DeadlineExceeded, or RemoteError with the node's words."""
+        budget_s = seconds(budget_s)
+        if "deadline_s" in body:
+            body = {**body, "deadline_s": seconds(body["deadline_s"])}
         self._send_releases()
         id_ = next(self._ids)
         reply: Future[Mapping[str, Any]] = Future()

@@ -66,7 +66,9 @@ class TicketOffice:
     @property
     def retry_after_s(self) -> float:
         """When somebody who was refused for want of room may well get it."""
-        return min(max(self._usual_s, RETRY_MIN_S), RETRY_MAX_S)
+        oldest = next(iter(self._open.values()), None)  # one that takes long says so before it has ended
+        age_s = 0.0 if oldest is None else self._loop.time() - oldest.issued_s
+        return min(max(self._usual_s, age_s / 2, RETRY_MIN_S), RETRY_MAX_S)
 
     def admit(self, reader: str, nbytes: int) -> bool:
         """Count a body towards the limits; `dismiss`, or the end of its ticket, takes it off again.
@@ -204,6 +206,8 @@ class Holder:
                 if got is None:
                     return self._refusal(Miss.HOLDER_GONE)
                 slot = got[0]
+                if slot.nbytes != body.nbytes:  # it came back as another one meanwhile
+                    return self._refusal(Miss.HOLDER_GONE)
                 parcel = await self.outbox.take(slot) if encoded else None
             token = self.office.issue(slot, reader, self._loop.time() + self._config.remote_lease_s, parcel)
         except TimeoutError:

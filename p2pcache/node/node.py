@@ -18,6 +18,7 @@ from p2pcache.config import NodeConfig
 from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.flight import Waiting
 from p2pcache.core.membership import Member, View
+from p2pcache.core.nvmelog import Record
 from p2pcache.core.planner import Asked, Choice, Costs, plan
 from p2pcache.core.records import Bodies
 from p2pcache.core.tiers import Slot
@@ -42,6 +43,7 @@ from p2pcache.types import (
     ExactKey,
     Found,
     Holder,
+    LayoutError,
     Match,
     Miss,
     RemoteError,
@@ -263,8 +265,14 @@ class Node:
             raise
         rest = [f for f, slot in zip(found, at_home, strict=True) if slot is None]
         brought = await asyncio.gather(
-            *(self._fetch_one(session, f.body, f.holders, deadline_s) for f in rest)
+            *(self._fetch_one(session, f.body, f.holders, deadline_s) for f in rest), return_exceptions=True
         )
+        broken = [g for g in brought if isinstance(g, BaseException)]
+        if broken:  # a fault of our own: the engine gets none of it, and must not be left with leases
+            kept = [g.slot for g in brought if isinstance(g, Grant) and g.slot is not None]
+            for slot in [*slots, *kept]:
+                session.release(slot.generation)
+            raise broken[0]
         seconds = self._loop.time() - started_s
         self.sight.fetched([f.body for f in rest], brought, seconds, chunks=wants.count)
         there = iter(brought)
@@ -355,6 +363,10 @@ class Node:
         """Slots for an engine to write into; `resident` or a reason where there is none to write."""
         out: list[Slot | str] = []
         for body in bodies:
+            await asyncio.sleep(0)  # finding room may take a while without ever waiting: others have a turn
+            if self._loop.time() >= deadline_s:
+                out.append(Miss.DEADLINE.value)
+                continue
             if self.residency.where(body.exact) is not None:
                 out.append("resident")
                 continue
@@ -375,6 +387,12 @@ class Node:
         """An engine's bytes are whole: serve and publish them. False where it had no such slot."""
         slot = session.written(generation)
         if slot is None:
+            return False
+        try:
+            Record(slot.body, checksums, meta)
+        except LayoutError as error:  # no tier below could keep it, and no peer check it
+            _log.warning("an engine's body was refused: %s", error)
+            self.residency.tier.abort(slot)
             return False
         self.residency.commit(slot, checksums, meta)
         self.counters["stored"] += 1

@@ -29,7 +29,7 @@ from p2pcache.node.wireform import Leave, leave_from_wire
 from p2pcache.types import BodyInfo, DeadlineExceeded, Holder, Miss, RemoteError, Tier, TierFull
 
 HOLDERS_TRIED_MAX = 4
-RETRY_MIN_S = 0.001  # whatever a holder says
+RETRY_MIN_S, RETRY_MAX_S = 0.001, 0.5  # whatever a holder says
 RETRY_INBOX_S = 0.02
 _MISSES = {miss.value: miss for miss in Miss}
 
@@ -119,22 +119,42 @@ class Puller:
 
     async def pull(self, body: BodyInfo, holders: tuple[Holder, ...], deadline_s: float) -> Pulled:
         """Bring a body here, or join whoever is at it. Never raises for a fault: a miss has a reason."""
+        # A flight that others began may have known other holders than we do: so we ask once more ourselves.
+        joins_left, wait_s = 1, 0.0
+        turn: asyncio.Future[Any] | None = None
         try:
             async with asyncio.timeout_at(deadline_s):
                 while True:
-                    turn: asyncio.Future[Any] = self._loop.create_future()
+                    turn = self._loop.create_future()
                     peer = holders[0].node if holders else ""
                     ask = self.flights.ask(body.exact, body.nbytes, peer, turn)
                     if ask is FlightTicket.BUSY:
                         return Pulled(None, peer, miss=Miss.BUSY)
-                    if ask is not FlightTicket.JOIN:
-                        return await self._pilot(body, holders, deadline_s, turn, ask)
-                    self._counters["joined"] += 1
-                    outcome = await turn
-                    # A pilot whose own time was up has shown nothing about ours: ask again.
-                    if outcome.miss is not Miss.DEADLINE:
+                    joined = ask is FlightTicket.JOIN
+                    if joined:
+                        self._counters["joined"] += 1
+                        outcome = await turn
+                    else:
+                        outcome = await self._pilot(body, holders, deadline_s, turn, ask)
+                    if outcome.slot is not None:
                         return outcome
+                    if outcome.retry_after_s:
+                        # All who have it are busy, or gone. Whoever is busy says when to ask again; we wait
+                        # outside of the line, and longer each time, so that other pulls go on.
+                        wait_s = min(max(outcome.retry_after_s, 2 * wait_s), RETRY_MAX_S)
+                        wait_s *= 1 + body.exact[0] / 512  # not all at once
+                        if self._loop.time() + wait_s >= deadline_s:
+                            return outcome
+                        self._counters["retried_pulls"] += 1
+                        await asyncio.sleep(wait_s)
+                        continue
+                    # A pilot whose own time was up has shown nothing about ours.
+                    if not joined or (outcome.miss is not Miss.DEADLINE and not joins_left):
+                        return outcome
+                    joins_left -= outcome.miss is not Miss.DEADLINE
         except TimeoutError:
+            if turn is not None:
+                self.flights.leave(body.exact, turn)
             return Pulled(None, miss=Miss.DEADLINE)
 
     async def _pilot(
@@ -172,20 +192,9 @@ class Puller:
         here = self._residency.tier.get(body.exact)
         if here is not None:
             return Pulled(here)
-        holders = holders[:HOLDERS_TRIED_MAX]
-        while True:
-            outcome, retry_after_s = await self._try_all(body, holders, deadline_s)
-            # All who have it are busy, or gone. Whoever is busy says when it is worth asking again.
-            if outcome.slot is not None or not retry_after_s:
-                return outcome
-            if self._loop.time() + retry_after_s >= deadline_s:
-                return outcome
-            self._counters["retried_pulls"] += 1
-            await asyncio.sleep(retry_after_s)
+        return await self._try_all(body, holders[:HOLDERS_TRIED_MAX], deadline_s)
 
-    async def _try_all(
-        self, body: BodyInfo, holders: tuple[Holder, ...], deadline_s: float
-    ) -> tuple[Pulled, float]:
+    async def _try_all(self, body: BodyInfo, holders: tuple[Holder, ...], deadline_s: float) -> Pulled:
         """Each holder by each transport until one gives the body; else the miss, and when to ask again."""
         miss, retry_after_s = Miss.HOLDER_UNREACHABLE, 0.0
         for holder in holders:
@@ -199,7 +208,7 @@ class Puller:
             for transport in self.ways(peer):
                 outcome = await self._try(body, peer, holder.tier, transport, answer_by_s, deadline_s)
                 if outcome.slot is not None:
-                    return outcome, 0.0
+                    return outcome
                 miss = outcome.miss or miss
                 retry_after_s = min(filter(None, (retry_after_s, outcome.retry_after_s)), default=0.0)
                 if miss is not Miss.HOLDER_UNREACHABLE:
@@ -207,8 +216,8 @@ class Puller:
             if miss is Miss.NO_ROOM or self._loop.time() >= deadline_s:
                 break
         if retry_after_s and miss is not Miss.NO_ROOM:
-            miss = Miss.BUSY
-        return Pulled(None, miss=miss), retry_after_s
+            return Pulled(None, miss=Miss.BUSY, retry_after_s=retry_after_s)
+        return Pulled(None, miss=miss)
 
     async def _try(
         self,
@@ -257,6 +266,8 @@ class Puller:
             if slot is not None:  # what comes encoded does not come into the slot
                 self._residency.give_up(slot, None if pull is None or encoded is not None else pull.settled)
             waited_s = 0.0 if meter.came_s > started_s else self._loop.time() - started_s
+            if isinstance(error, asyncio.CancelledError) and self._loop.time() >= deadline_s:
+                self._note_silence(peer, waited_s)  # the caller's deadline is ours, and may strike first
             miss = self._why(error, peer, transport, waited_s)
             if miss is None:
                 raise
@@ -289,13 +300,16 @@ class Puller:
             self._broken[peer.name, peer.incarnation, transport.name] = until_s
             return Miss.HOLDER_UNREACHABLE
         if isinstance(error, DeadlineExceeded | TimeoutError):
-            if waited_s >= self._config.silent_after_s:  # a caller in a hurry says nothing about the peer
-                until_s = self._loop.time() + self._config.silent_retry_s
-                self._silent[peer.name, peer.incarnation] = until_s
+            self._note_silence(peer, waited_s)
             return Miss.DEADLINE
         if isinstance(error, RemoteError):
             return Miss.HOLDER_UNREACHABLE
         return None
+
+    def _note_silence(self, peer: Member, waited_s: float) -> None:
+        if waited_s >= self._config.silent_after_s:  # a caller in a hurry says nothing about the peer
+            until_s = self._loop.time() + self._config.silent_retry_s
+            self._silent[peer.name, peer.incarnation] = until_s
 
     # -- tickets, many a message -----------------------------------------------------------------
 
@@ -311,8 +325,15 @@ class Puller:
         batch.items.append(body)
         batch.waiting.append(answer)
         batch.deadline_s = max(batch.deadline_s, deadline_s)
-        async with asyncio.timeout_at(deadline_s):
-            status, lease = await answer
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                status, lease = await answer
+        except BaseException:
+            if answer.done() and not answer.cancelled() and answer.exception() is None:
+                status, lease = answer.result()  # it came in the very turn in which the time was up
+                if status == "ok":
+                    self._close(peer, lease[0])
+            raise
         if status != "ok":
             miss = _MISSES.get(status, Miss.HOLDER_GONE)
             return Refusal(miss, max(lease or 0.0, RETRY_MIN_S) if miss is Miss.BUSY else 0.0)

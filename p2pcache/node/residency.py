@@ -168,16 +168,16 @@ class Residency:
         All at once after the last write, so that nobody takes a part of the piece that they make.
         """
         for victim in victims:
+            # It may have been leased, pinned, evicted by somebody else, or come again meanwhile.
+            if not self._may_go(victim):
+                return
             if self._nvme is not None and self._nvme.lookup(victim.exact) is None:
                 if self._admits(victim):
                     await self._demote(victim)
                 else:
                     self._counters["nvme_refused"] += 1
-        # One may have been leased, pinned, evicted by somebody else, or come again while we wrote.
-        for victim in victims:
-            current = self.tier.current(victim.exact, victim.generation)
-            if not current or victim.held(self._clock()):
-                return
+        if not all(map(self._may_go, victims)):
+            return
         for victim in victims:
             if self._nvme is not None and self._nvme.lookup(victim.body.exact) is not None:
                 self.on_held(victim.body, Tier.NVME)
@@ -185,6 +185,9 @@ class Residency:
                 self.on_gone(victim.body)
             self._counters["evicted"] += 1
             self.tier.evict(victim)
+
+    def _may_go(self, slot: Slot) -> bool:
+        return self.tier.current(slot.exact, slot.generation) and not slot.held(self._clock())
 
     async def forget(self, exact: ExactKey) -> None:
         """Drop a body from this node as far as nobody reads it; what stays is evicted in its time."""

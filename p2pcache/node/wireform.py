@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from p2pcache.core.coding import Coding
+from p2pcache.core.nvmelog import Record
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Ticket
 from p2pcache.types import BodyInfo, Found, Holder, LayoutError, Provenance, Tier
@@ -70,6 +71,10 @@ def leave_from_wire(raw: Sequence[Any], body: BodyInfo, codecs: Sequence[str]) -
     token, offset, generation, checksums, meta, held, *coded = raw
     sums, layers = tuple(checksums), len(checksums)
     if body_from_wire(held) != body or not layers or body.nbytes < layers or body.nbytes % layers:
+        return None
+    try:
+        Record(body, sums, meta)  # what no tier could keep is refused before it comes
+    except LayoutError:
         return None
     if not coded:
         return Leave(Ticket(token, offset, body.nbytes, generation, sums, body.exact, meta), sums)

@@ -94,6 +94,44 @@ def test_a_reader_comes_back_when_the_only_holder_has_room_again(mesh: Callable)
     assert state(nodes[0])["counters"]["tickets_refused"] >= 2
 
 
+def test_who_waits_for_a_busy_holder_holds_up_nobody_else(mesh: Callable) -> None:
+    nodes, caches = mesh([{"serve_bytes_in_flight_max": BODY_BYTES}, {}, {"pulls_in_flight_max": 2}])
+    keep(caches[0], 4 * CHUNK)
+    other = torch.arange(CHUNK) + 1_000_000
+    assert caches[1].store(caches[1].chunks(other, CHUNKS), torch.randn(LAYOUT.shape(CHUNK))).published(5.0)
+    waits = caches[2].lookup(torch.arange(4 * CHUNK), chunker=CHUNKS, budget_s=PATIENCE_S)
+    idle = caches[2].lookup(other, chunker=CHUNKS, budget_s=PATIENCE_S)
+    end = take_ticket(nodes[1], nodes[0], waits.chunks[0].keys.exact)
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(caches[2].fetch, waits, budget_s=PATIENCE_S)
+        until(lambda: state(nodes[2])["counters"].get("retried_pulls", 0) >= 4, "all have asked")
+        with caches[2].fetch(idle, budget_s=PATIENCE_S) as fetched:
+            assert fetched[0].miss is None and not fetching.done()
+        end()
+        with fetching.result(PATIENCE_S) as fetched:
+            assert [c.miss for c in fetched] == [None] * 4
+
+
+def test_a_passenger_that_knows_of_another_holder_does_not_share_its_pilots_miss(mesh: Callable) -> None:
+    nodes, caches = mesh([{"serve_bytes_in_flight_max": BODY_BYTES}, {}, {}])
+    keep(caches[0], CHUNK)
+    early = caches[2].lookup(torch.arange(CHUNK), chunker=CHUNKS, budget_s=PATIENCE_S)
+    caches[1].fetch(
+        caches[1].lookup(torch.arange(CHUNK), chunker=CHUNKS, budget_s=PATIENCE_S), budget_s=PATIENCE_S
+    ).release()
+    nodes[1].flush()
+    late = caches[2].lookup(torch.arange(CHUNK), chunker=CHUNKS, budget_s=PATIENCE_S)
+    assert len(early.chunks[0].found[0].holders) == 1 and len(late.chunks[0].found[0].holders) == 2
+    end = take_ticket(nodes[1], nodes[0], late.chunks[0].keys.exact)
+    with ThreadPoolExecutor(1) as pool:
+        pilot = pool.submit(caches[2].fetch, early, budget_s=PATIENCE_S)
+        until(lambda: state(nodes[2])["counters"].get("retried_pulls", 0) >= 1, "the pilot has asked")
+        with caches[2].fetch(late, budget_s=PATIENCE_S) as fetched:
+            assert fetched[0].miss is None and fetched[0].peer in ("n1", "")
+        pilot.result(PATIENCE_S).release()  # what the other one brought serves it too
+    end()
+
+
 def test_a_holder_that_stays_busy_costs_the_deadline_and_says_busy(mesh: Callable) -> None:
     nodes, caches = mesh([{"serve_bytes_in_flight_max": BODY_BYTES}, {}])
     keep(caches[0], CHUNK)

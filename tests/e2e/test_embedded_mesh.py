@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +34,7 @@ from p2pcache import (
 from p2pcache.api import Cache, Client
 from p2pcache.io.ports import TransportError
 from p2pcache.io.streams import default_stream
+from p2pcache.node.wireform import body_to_wire
 from p2pcache.results import Fetched, FetchedChunk, Lookup, Prefetch
 from p2pcache.runtime import NodeRuntime
 from p2pcache.types import ConfigError, LayoutError, NodeDown
@@ -1137,3 +1139,77 @@ def test_housekeeping_and_publishing_outlive_an_error_of_their_own(mesh: Callabl
         stored = cache.store(cache.chunks(prompt(64, 1), CHUNKS), some_kv(64))
         assert stored.stored == 1 and not stored.published(PATIENCE_S)
     keep(m.caches[0], prompt(64, 2))
+
+
+# -- what reviews of the code found ----------------------------------------------------------------
+
+
+def test_a_lookups_patience_and_its_deadline_are_what_they_say_also_where_nothing_is_to_choose(
+    mesh: Callable,
+):
+    m = mesh(2, transports=("tcp",))
+    keep(m.caches[0], prompt(64))
+    m.caches[1].client.report_prefill_rate(1000.0)
+    lookup = find(m.caches[1], prompt(64))
+    assert lookup.by_s is None and lookup.patience_s is not None and lookup.patience_s < 10
+    with m.caches[1].fetch(lookup, budget_s=PATIENCE_S) as fetched:
+        assert [c.miss for c in fetched] == [None]
+    again = find(m.caches[1], prompt(64), deadline_s=PATIENCE_S)
+    assert again.by_s is not None and again.by_s > time.monotonic()
+
+
+@pytest.mark.parametrize("sums", [[], [1] * 3, [1] * 1000])
+def test_a_commit_that_no_tier_could_keep_is_refused_and_hurts_nobody(
+    mesh: Callable, tmp_path: Path, sums: list[int]
+):
+    m = mesh([tiered(tmp_path / "nvme")])
+    cache = m.caches[0]
+    (chunk,) = cache.chunks(prompt(64, seed=9), CHUNKS)
+    link = cache.client.link()
+    body = body_to_wire(cache.body(chunk, Provenance.IN_CONTEXT))
+    ((ok, _, generation),) = link.call("reserve", {"bodies": [body], "deadline_s": 5.0}, 5.0)["slots"]
+    assert ok == "ok"
+    reply = link.call("commit", {"slots": [[generation, sums, b""]]}, 5.0)
+    assert reply["committed"] == 0
+    for seed in range(40):  # more than the tier holds
+        run = prompt(64, seed=seed + 20)
+        assert cache.store(cache.chunks(run, CHUNKS), some_kv(64)).stored == 1
+
+
+def test_a_fault_of_the_nodes_own_in_one_chunk_leaves_no_lease_of_the_others(
+    mesh: Callable, monkeypatch: pytest.MonkeyPatch
+):
+    m = mesh(2, transports=("tcp",))
+    keep(m.caches[0], prompt(64))
+    keep(m.caches[1], prompt(64, seed=1))
+    both = torch.cat([prompt(64, seed=1), prompt(64)])
+
+    async def broken(*_: Any) -> Any:
+        raise RuntimeError("a bug")
+
+    lookup = find(m.caches[1], both)
+    assert [c.source for c in lookup.chunks] == [Source.LOCAL, Source.PEER]
+    monkeypatch.setattr(m.nodes[1].node.puller, "pull", broken)
+    with m.caches[1].fetch(lookup, budget_s=PATIENCE_S) as fetched:
+        assert all(c.kv is None for c in fetched)
+        assert m.status(1)["leases"] == 0
+
+
+@pytest.mark.parametrize("budget_s", [1e10, float("inf")])
+def test_a_budget_may_be_as_large_as_one_likes(mesh: Callable, budget_s: float):
+    m = mesh(2)
+    kv = keep(m.caches[0], prompt(128))
+    lookup = m.caches[1].lookup(prompt(128), chunker=CHUNKS, budget_s=budget_s, deadline_s=budget_s)
+    with m.caches[1].fetch(lookup, budget_s=budget_s) as fetched:
+        assert whole(fetched, kv)
+    other = prompt(64, seed=3)
+    stored = m.caches[1].store(m.caches[1].chunks(other, CHUNKS), some_kv(64), budget_s=budget_s)
+    assert stored.stored == 1 and stored.published(budget_s)
+
+
+def test_a_budget_that_is_no_number_is_the_callers_mistake(mesh: Callable):
+    m = mesh(1)
+    with pytest.raises(ConfigError, match="NaN"):
+        m.caches[0].lookup(prompt(64), chunker=CHUNKS, deadline_s=float("nan"))
+    with pytest.raises(ConfigError, match="NaN"):
+        m.caches[0].lookup(prompt(64), chunker=CHUNKS, budget_s=float("nan"))
