@@ -265,7 +265,8 @@ class Puller:
                 pull.abandon()
             if slot is not None:  # what comes encoded does not come into the slot
                 self._residency.give_up(slot, None if pull is None or encoded is not None else pull.settled)
-            waited_s = 0.0 if meter.came_s > started_s else self._loop.time() - started_s
+            # Of a deadline that was shorter nobody can say that it was let pass, however late we are.
+            waited_s = min(self._loop.time(), deadline_s) - started_s if meter.came_s <= started_s else 0.0
             if isinstance(error, asyncio.CancelledError) and self._loop.time() >= deadline_s:
                 self._note_silence(peer, waited_s)  # the caller's deadline is ours, and may strike first
             miss = self._why(error, peer, transport, waited_s)

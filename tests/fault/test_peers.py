@@ -160,6 +160,23 @@ def test_a_frozen_holder_is_a_miss_at_the_deadline_and_serves_again_once_it_goes
         until(lambda: at_rest(victim.state()), "the tickets of the time it was frozen closed")
 
 
+def test_a_frozen_holder_costs_one_deadline_and_not_one_a_fetch(tmp_path: Path, opened: Callable) -> None:
+    common = {"host_bytes_max": 64 * MIB, "transports": ["tcp"], "silent_retry_s": 600.0}
+    with mesh(tmp_path, [common | {"name": "reader"}], [common | {"name": "victim"}]) as (
+        (reader,),
+        (victim,),
+    ):
+        victim.store(256, 256)
+        cache = opened(reader)
+        lookup = find(cache, 256, 256)
+        victim.freeze()
+        assert fetch(cache, lookup, 1.0)[0] == [Miss.DEADLINE]
+        started_s = time.monotonic()
+        assert fetch(cache, lookup, 20.0)[0] == [Miss.HOLDER_UNREACHABLE]
+        assert time.monotonic() - started_s < 10
+        victim.thaw()
+
+
 def test_what_came_is_kept_where_one_of_several_holders_is_frozen(tmp_path: Path, opened: Callable) -> None:
     common = {"host_bytes_max": 64 * MIB, "transports": ["tcp"]}
     with mesh(
