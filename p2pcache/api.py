@@ -247,7 +247,7 @@ class Cache:
             wants = chosen_alone(reply, asked, [stop - start for start, stop, *_ in keys])
             if wants is not None:  # nothing to choose, and no objects before somebody looks at them
                 chunks = SingleChunks(wants, lambda: map(lookup_chunk, keys, unpack_answers(reply)))
-                return Lookup(run, chunks, time.perf_counter() - started_s, by_s, patience_s)
+                return Lookup(run, chunks, time.perf_counter() - started_s, patience_s, by_s)
             found = list(map(lookup_chunk, keys, unpack_answers(reply)))
         except (NodeDown, RemoteError) as error:
             miss = Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from p2pcache.types import BodyInfo, Found, Holder, Provenance, Tier
+from p2pcache.types import BodyInfo, Holder, Provenance, Tier
 
 
 def body_to_wire(body: BodyInfo) -> list[Any]:
@@ -24,11 +24,3 @@ def holder_to_wire(holder: Holder) -> list[Any]:
 
 def holder_from_wire(raw: Sequence[Any]) -> Holder:
     return Holder(raw[0], raw[1], Tier(raw[2]))
-
-
-def found_to_wire(found: Found) -> list[Any]:
-    return [body_to_wire(found.body), [holder_to_wire(h) for h in found.holders]]
-
-
-def found_from_wire(raw: Sequence[Any]) -> Found:
-    return Found(body_from_wire(raw[0]), tuple(holder_from_wire(h) for h in raw[1]))
