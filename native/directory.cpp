@@ -10,6 +10,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "found.h"
 #include "table.h"
 
 namespace nb = nanobind;
@@ -50,6 +51,8 @@ public:
         size_t uses = 0;
         uint64_t asked = 0;  // the lookup in which `live` was found out
         bool live = false;
+        uint64_t listed = 0;  // the lookup in whose table it stands, and where
+        uint32_t place = 0;
     };
 
     uint32_t add(nb::str text, int64_t number) {
@@ -167,34 +170,26 @@ public:
         return accepted;
     }
 
-    // Per key a list of [body, holders] as on the wire; `is_live` is asked once a holder and call.
-    nb::list lookup(nb::iterable contents, double now_s, nb::callable is_live) {
+    // What is known of keys, joined, as the columns of `p2pcache.core.found.Table`; `is_live` is asked once a
+    // holder and call. What a table has no room for is left out.
+    nb::tuple table(nb::bytes contents, double now_s, nb::callable is_live) {
         check_time(now_s);
+        if (contents.size() % KEY_BYTES) throw nb::value_error("a key is 16 bytes");
         Reading reading(*this);
-        const uint64_t call = ++calls_;
-        nb::list out;
-        for (nb::handle raw : contents) {
-            const Key content = key_of(raw);
-            nb::list found;
-            for (uint32_t i = buckets_.head(content.hash()); i != NONE; i = bodies_[i].next) {
-                const Body &body = bodies_[i];
-                if (!(body.content == content) || !body.known) continue;
-                nb::list holders;
-                for (const Entry *e = &body.first;; e = &more_[e->next]) {
-                    if (!e->gone && e->expires_s > now_s && live(e->holder, call, is_live)) {
-                        const Names::Item &who = holders_[e->holder];
-                        holders.append(row(who.text, who.number, e->tier));
-                    }
-                    if (e->next == NONE) break;
-                }
-                if (nb::len(holders) == 0) continue;
-                nb::list what = row(raw, bytes_of(body.exact), body.tokens, body.nbytes, body.provenance,
-                                    body.base_position, codecs_[body.codec].text);
-                found.append(row(what, holders));
-            }
-            out.append(found);
+        Columns out{++calls_};
+        const char *raw = contents.c_str();
+        for (size_t left = contents.size() / KEY_BYTES; left; --left, raw += KEY_BYTES) {
+            Key content;
+            std::memcpy(&content, raw, KEY_BYTES);
+            size_t count = 0;
+            for (uint32_t i = buckets_.head(content.hash()); i != NONE && count < FOUND_BODIES_MAX;
+                 i = bodies_[i].next)
+                if (bodies_[i].content == content && bodies_[i].known)
+                    count += write(bodies_[i], now_s, is_live, out);
+            out.counts.push_back(static_cast<char>(count));
         }
-        return out;
+        return nb::make_tuple(out.names, as_bytes(out.incarnations), out.codecs, as_bytes(out.counts),
+                              as_bytes(out.bodies), as_bytes(out.holders));
     }
 
     // Looks at `batch_max` records at most and goes on from there the next time.
@@ -257,10 +252,57 @@ private:
         if (!std::isfinite(now_s)) throw nb::value_error("the time must be finite");
     }
 
-    template <typename... Values> static nb::list row(Values &&...values) {
-        nb::list out;
-        (out.append(std::forward<Values>(values)), ...);
-        return out;
+    // A table that is being written.
+    struct Columns {
+        uint64_t call;
+        nb::list names = {}, codecs = {};
+        std::string incarnations = {}, counts = {}, bodies = {}, holders = {};
+    };
+    static nb::bytes as_bytes(const std::string &text) { return nb::bytes(text.data(), text.size()); }
+    template <typename T> static void append(std::string &to, const T &record) {
+        to.append(reinterpret_cast<const char *>(&record), sizeof record);
+    }
+
+    // Finds a text's place in the table's list of them. False: it is not in it, and the list is full.
+    static bool has_place(Names::Item &item, uint64_t call, nb::list &list, size_t limit) {
+        if (item.listed == call) return true;
+        item.place = static_cast<uint32_t>(nb::len(list));
+        return item.place < limit;
+    }
+    static void enlist(Names::Item &item, uint64_t call, nb::list &list) {
+        if (item.listed == call) return;
+        item.listed = call;
+        list.append(item.text);
+    }
+
+    // Write a body with its live holders; false where it has none or the table cannot carry it.
+    bool write(const Body &body, double now_s, const nb::callable &is_live, Columns &out) {
+        Names::Item &codec = codecs_[body.codec];
+        if (!carries(body.tokens, body.base_position, body.nbytes, body.provenance) ||
+            !has_place(codec, out.call, out.codecs, FOUND_CODECS_MAX))
+            return false;
+        FoundBody record = {};
+        for (const Entry *e = &body.first; record.holders < FOUND_HOLDERS_MAX; e = &more_[e->next]) {
+            Names::Item &who = holders_[e->holder];
+            if (!e->gone && e->expires_s > now_s && e->tier <= TIER_MAX && live(e->holder, out.call, is_live) &&
+                has_place(who, out.call, out.names, FOUND_MEMBERS_MAX)) {
+                if (who.listed != out.call) append(out.incarnations, who.number);
+                enlist(who, out.call, out.names);
+                append(out.holders, FoundHolder{static_cast<uint16_t>(who.place), e->tier});
+                ++record.holders;
+            }
+            if (e->next == NONE) break;
+        }
+        if (!record.holders) return false;
+        enlist(codec, out.call, out.codecs);
+        std::memcpy(record.exact, &body.exact, KEY_BYTES);
+        record.tokens = static_cast<uint32_t>(body.tokens);
+        record.base_position = static_cast<uint32_t>(body.base_position);
+        record.nbytes = static_cast<uint64_t>(body.nbytes);
+        record.provenance = body.provenance;
+        record.codec = static_cast<uint8_t>(codec.place);
+        append(out.bodies, record);
+        return true;
     }
 
     bool live(uint32_t id, uint64_t call, const nb::callable &is_live) {
@@ -402,7 +444,7 @@ void bind_directory(nb::module_ &m) {
              nb::arg("bodies"), nb::arg("now_s"))
         .def("withdraw", &Directory::withdraw, nb::arg("name"), nb::arg("incarnation"), nb::arg("bodies"),
              nb::arg("now_s"))
-        .def("lookup", &Directory::lookup, nb::arg("contents"), nb::arg("now_s"), nb::arg("is_live"))
+        .def("table", &Directory::table, nb::arg("contents"), nb::arg("now_s"), nb::arg("is_live"))
         .def("expire", &Directory::expire, nb::arg("now_s"), nb::arg("batch_max"))
         .def("__len__", &Directory::keys)
         .def_prop_ro("nbytes", &Directory::nbytes, "Bytes of its tables; names are not counted.");

@@ -73,7 +73,7 @@ class Lazy(Sequence[T]):
 
 
 class SingleChunks(Lazy[LookupChunk]):
-    """Chunks of a lookup of which each one's exact body is known at one holder, and no other.
+    """Chunks of a lookup of which each one's exact body is chosen, and no other body is known.
 
     wants: what a fetch of them asks for, already in wire form.
     """

@@ -13,13 +13,13 @@ in Python what it does, and is compared with it in the tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 from p2pcache import _native
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, Provenance, Tier
+from p2pcache.core.found import BODIES_MAX, Table
+from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder
 
-BODIES_PER_KEY_MAX = 8
+BODIES_PER_KEY_MAX = BODIES_MAX
 """Bodies of one content key that a shard keeps: one a context it was computed in."""
 
 SWEEP_MAX = 65_536
@@ -62,16 +62,18 @@ class Directory:
         return found
 
     def lookup_many(
-        self, contents: Iterable[ContentKey], now_s: float, is_live: Callable[[str, int], bool]
+        self, contents: Sequence[ContentKey], now_s: float, is_live: Callable[[str, int], bool]
     ) -> list[list[Found]]:
         """`lookup` of each key, in order. `is_live` is asked once a holder."""
-        return [[_found(f) for f in per_key] for per_key in self.lookup_wire(contents, now_s, is_live)]
+        table = self.table(b"".join(contents), now_s, is_live)
+        return [list(found) for found in table.objects(contents)]
 
-    def lookup_wire(
-        self, contents: Iterable[ContentKey], now_s: float, is_live: Callable[[str, int], bool]
-    ) -> list[list[list[Any]]]:
-        """The same in the form of the wire (see `FOUND` in `core/wire.py`), in one native call."""
-        return self._table.lookup(contents, now_s, is_live)
+    def table(self, contents: bytes, now_s: float, is_live: Callable[[str, int], bool]) -> Table:
+        """The same as records, in one native call: without an object for each body and holder.
+
+        contents: the keys, joined. What a table has no room for is left out.
+        """
+        return Table(*self._table.table(contents, now_s, is_live))
 
     def expire(self, now_s: float, batch_max: int = SWEEP_MAX) -> int:
         """Forget what has run out; returns how many entries went.
@@ -82,9 +84,3 @@ class Directory:
         answer for long.
         """
         return self._table.expire(now_s, batch_max)
-
-
-def _found(raw: list[Any]) -> Found:
-    (content, exact, tokens, nbytes, provenance, base_position, codec), holders = raw
-    body = BodyInfo(content, exact, tokens, nbytes, Provenance(provenance), base_position, codec)
-    return Found(body, tuple(Holder(name, incarnation, Tier(tier)) for name, incarnation, tier in holders))

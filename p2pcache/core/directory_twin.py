@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from p2pcache.core.directory import BODIES_PER_KEY_MAX, SWEEP_MAX
+from p2pcache.core.found import Table, Writer, split_keys
 from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, Tier
 
 
@@ -69,6 +70,13 @@ class PlainDirectory:
         self, contents: Iterable[ContentKey], now_s: float, is_live: Callable[[str, int], bool]
     ) -> list[list[Found]]:
         return [self.lookup(content, now_s, is_live) for content in contents]
+
+    def table(self, contents: bytes, now_s: float, is_live: Callable[[str, int], bool]) -> Table:
+        """What `lookup` says of keys, joined, as records."""
+        writer = Writer()
+        for content in split_keys(contents):
+            writer.add(self.lookup(content, now_s, is_live))
+        return writer.table()
 
     def lookup(self, content: ContentKey, now_s: float, is_live: Callable[[str, int], bool]) -> list[Found]:
         """Bodies under a content key with at least one live holder; never a tombstone."""

@@ -24,7 +24,7 @@ _PRIOR = {
     "tcp": (1e-3, 1e9),
     "ucx": (1e-3, 1e9),
 }
-_LINES = ("tcp", "ucx")  # ways that share this node's inlet
+LINES = ("tcp", "ucx")  # ways that share this node's inlet
 LOCAL_S = 2e-6
 PATIENCE = 1.5
 """A fetch is given up after so many times what computing its chunks would take: then the plan was wrong."""
@@ -50,7 +50,7 @@ class Costs:
             usual = self.meter(way).rate if peer else None
             rate = Rate(*_PRIOR[way], usual)
             learners = (rate, usual) if usual is not None else (rate,)
-            found = Meter(learners, self.inlet if way in _LINES and peer else None)
+            found = Meter(learners, self.inlet if way in LINES and peer else None)
             self._meters[way, peer] = found
         return found
 
@@ -275,7 +275,7 @@ class _Lines:
         if way is None:
             return None
         line = self._at(way, holder.node)
-        here_s, alone_s, shared = line.by_s(nbytes), nbytes * line.pace, way in _LINES
+        here_s, alone_s, shared = line.by_s(nbytes), nbytes * line.pace, way in LINES
         if shared and self._inlet is not None:
             here_s = max(here_s, self._inlet.by_s(nbytes))
         if holder.tier is Tier.NVME:

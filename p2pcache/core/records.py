@@ -48,7 +48,7 @@ MATCH_CODE = {match: code for code, match in enumerate(MATCHES)}
 SOURCE_CODE = {source: code for code, source in enumerate(SOURCES)}
 _LOCAL = SOURCE_CODE[Source.LOCAL]
 MISS_CODE = {miss: code for code, miss in enumerate(MISSES)}
-_WANT_FIELDS = np.dtype(
+WANT_FIELDS = np.dtype(
     [
         ("keys", "V32"),
         ("tokens", "<u4"),
@@ -71,7 +71,20 @@ _GRANT_FIELDS = np.dtype(
         ("seconds", "<f8"),
     ]
 )
-assert (_WANT_FIELDS.itemsize, _GRANT_FIELDS.itemsize) == (WANT.size, GRANT.size)
+HOLDER_FIELDS = np.dtype([("node", "<u2"), ("incarnation", "<u8"), ("tier", "u1")])
+ANSWER_FIELDS = np.dtype(
+    [
+        ("match", "u1"),
+        ("source", "u1"),
+        ("peer", "<u2"),
+        ("miss", "u1"),
+        ("chosen", "u1"),
+        ("found", "u1"),
+        ("cost_s", "<f8"),
+    ]
+)
+assert (WANT_FIELDS.itemsize, _GRANT_FIELDS.itemsize) == (WANT.size, GRANT.size)
+assert (HOLDER_FIELDS.itemsize, ANSWER_FIELDS.itemsize) == (HOLDER_RECORD.size, ANSWER.size)
 
 
 def pack_asked(chunks: Iterable[ChunkKeys]) -> bytes:
@@ -94,7 +107,7 @@ def unpack_starts(starts: bytes) -> list[int]:
 
 def asked_tokens(wants: Bodies) -> list[int]:
     """How many tokens each body has."""
-    return np.frombuffer(wants.bodies, _WANT_FIELDS)["tokens"].tolist()
+    return np.frombuffer(wants.bodies, WANT_FIELDS)["tokens"].tolist()
 
 
 class Names:
@@ -280,36 +293,38 @@ class HomeAnswers:
 
 
 def chosen_alone(reply: Mapping[str, Any], asked: bytes, tokens: Sequence[int]) -> Bodies | None:
-    """The bodies that a lookup chose, where that is each chunk's exact one, at one holder alone; else None.
+    """The bodies that a lookup chose, where that is each chunk's exact one and no other is known; else None.
 
-    They are then what `fetch` asks for as they stand, and `unpack_answers` will not fail. asked: the
-    table of keys. tokens: of each chunk.
+    They are then what `fetch` asks for as they stand, the chosen holder first, and `unpack_answers` will not
+    fail. asked: the table of keys. tokens: of each chunk.
     """
-    names, answers, found, holders = reply["names"], reply["answers"], reply["found"], reply["holders"]
-    count = len(asked) // ASK.size
-    sizes = len(answers) // ANSWER.size, len(found) // WANT.size, len(holders) // HOLDER_RECORD.size
-    if not count or sizes != (count, count, count):
+    names, count = reply["names"], len(asked) // ASK.size
+    answers = np.frombuffer(reply["answers"], ANSWER_FIELDS)
+    rows = np.frombuffer(reply["found"], WANT_FIELDS)
+    holders = np.frombuffer(reply["holders"], HOLDER_FIELDS)
+    if not count or (len(answers), len(rows)) != (count, count):
         return None
-    first, holder = answers[: ANSWER.size], holders[: HOLDER_RECORD.size]
-    if answers != first * count or holders != holder * count:
+    held = rows["holders"].astype(np.int64)
+    if held.min() < 1 or held.max() > HOLDERS_MAX or held.sum() != len(holders):
         return None
-    match, source, peer, miss, chosen, bodies, _ = ANSWER.unpack(first)
-    node, incarnation, tier = HOLDER_RECORD.unpack(holder)
-    if (match, miss, chosen, bodies) != (MATCH_CODE[Match.EXACT], 0, 0, 1) or source >= len(SOURCES):
-        return None
-    if max(peer, node) >= len(names) or incarnation >> 63 or tier > max(Tier):
-        return None
-    rows = np.frombuffer(found, _WANT_FIELDS)
     sound = (
-        rows["keys"].tobytes() == asked
+        not answers["miss"].any()
+        and not answers["chosen"].any()
+        and (answers["match"] == MATCH_CODE[Match.EXACT]).all()
+        and (answers["found"] == 1).all()
+        and answers["source"].max() < len(SOURCES)
+        and (answers["peer"] == holders["node"][held.cumsum() - held]).all()
+        and holders["node"].max() < len(names)
+        and holders["incarnation"].max() < 2**63
+        and holders["tier"].max() <= max(Tier)
+        and rows["keys"].tobytes() == asked
         and np.array_equal(rows["tokens"], tokens)
-        and (rows["holders"] == 1).all()
         and rows["provenance"].max() <= max(Provenance)
         and rows["codec"].max() < len(names)
         and rows["nbytes"].max() < 2**63
         and max(rows["tokens"].max(), rows["base_position"].max()) < 2**31
     )
-    return Bodies(names, found, holders) if sound else None
+    return Bodies(names, reply["found"], reply["holders"]) if sound else None
 
 
 def pack_leased(slot: Slot) -> bytes:

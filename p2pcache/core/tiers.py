@@ -24,7 +24,7 @@ import enum
 import math
 import operator
 import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
 from p2pcache._native import KeyIndex, KeyMap
@@ -222,6 +222,11 @@ class HostTier:
 
     def by_content(self, content: ContentKey) -> list[Slot]:
         return list(self._siblings(content))
+
+    @property
+    def contents(self) -> Container[ContentKey]:
+        """The content keys of resident bodies, as they are now."""
+        return self._by_content
 
     def resident(self) -> Iterator[Slot]:
         """Resident slots, those that go first first."""

@@ -15,6 +15,9 @@ A message is one msgpack array:
     view_id   bytes    hash of the sender's View, b"" where it has none
     body      map      per op and direction one schema, below; an error is {"code", "text"}
 
+What there are hundreds of in a message, keys and what is known of them, are records of one size in one bytes
+value: see `core/found.py` between nodes, `core/records.py` between an engine and its node.
+
 Everything that arrives is a stranger's: sizes, depths, counts and types are bounded *before* a
 value is used, an unknown field is refused, and every defect is a `WireError`, never another
 exception. On the unix socket a message is preceded by its length as u32, little endian.
@@ -25,31 +28,32 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
+from p2pcache.core import found
 from p2pcache.core.layout import LAYERS_MAX
 from p2pcache.types import KEY_BYTES, RemoteError, VersionMismatch
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MESSAGE_BYTES_MAX = 16 << 20
 CHUNKS_MAX = 65_536
-BODIES_MAX = 8
+BODIES_MAX = found.BODIES_MAX
 ADOPT_MAX = 32
-HOLDERS_MAX = 1024
+HOLDERS_MAX = found.HOLDERS_MAX
 META_BYTES_MAX = 4096
 TEXT_MAX = 1024
+NAME_MAX = 256
+CODEC_MAX = 32
 
 
 class WireError(RemoteError):
     """A message that does not follow the format."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     kind: str
     id: int
     op: str
@@ -169,13 +173,10 @@ def _anything(value: Any) -> None:
 U31, U63, U64 = _int(0, 2**31 - 1), _int(0, 2**63 - 1), _int(0, 2**64 - 1)
 KEY = _bytes(KEY_BYTES, KEY_BYTES)
 TOKEN = _bytes(16, 16)
-NAME = _text(256)
+NAME = _text(NAME_MAX)
 TIER = _int(0, 2)
 # content, exact, tokens, nbytes, provenance, base position, codec
-BODY = _tuple(KEY, KEY, U31, U63, _int(0, 2), U31, _text(32))
-HOLDER = _tuple(NAME, U63, TIER)
-FOUND = _tuple(BODY, _list(HOLDER, HOLDERS_MAX))
-CHUNK = _tuple(KEY, KEY)  # content, exact
+BODY = _tuple(KEY, KEY, U31, U63, _int(0, 2), U31, _text(CODEC_MAX))
 CHECKSUMS = _list(U64, LAYERS_MAX)
 # An open ticket, or the reason why there is none: token, offset, generation, checksums, meta, body
 _TICKET = (TOKEN, U63, U63, CHECKSUMS, _bytes(0, META_BYTES_MAX), BODY)
@@ -199,7 +200,32 @@ def _ticket(value: Any) -> None:
         TICKET(value)
 
 
+def _texts(value: Any, count: int, limit: int) -> None:
+    """A list of texts, looked at all at once."""
+    if type(value) is not list or len(value) > count:
+        raise WireError(f"expected a list of at most {count}")
+    if {*map(type, value)} - {str} or max(map(len, value), default=0) > limit:
+        raise WireError(f"expected texts of at most {limit} characters")
+
+
+def _found(value: Any) -> None:
+    """A `found.Table`: the columns' types and lengths here, their records there."""
+    if type(value) is not list or len(value) != len(found.Table._fields):
+        raise WireError(f"expected {len(found.Table._fields)} columns")
+    table = found.Table(*value)
+    _texts(table.names, found.MEMBERS_MAX, NAME_MAX)
+    _texts(table.codecs, found.CODECS_MAX, CODEC_MAX)
+    if {*map(type, (table.incarnations, table.counts, table.bodies, table.holders))} != {bytes}:
+        raise WireError("expected columns of bytes")
+    if len(table.counts) > CHUNKS_MAX:
+        raise WireError(f"expected at most {CHUNKS_MAX} keys")
+    defect = found.defect(table)
+    if defect:
+        raise WireError(defect)
+
+
 # Tables of packed records, between an engine and its node; `core/records.py` says what is in them.
+KEYS = struct.Struct("<16s")
 ASK = struct.Struct("<16s16s")
 START = struct.Struct("<I")
 WANT = struct.Struct("<16s16sIQBIHH")
@@ -212,8 +238,8 @@ OPS: dict[str, tuple[Check, Check]] = {
     # between nodes: (request, reply)
     "hello": (_record(member=MEMBER), _record(member=MEMBER)),
     "directory.lookup": (
-        _record(contents=_list(KEY, CHUNKS_MAX)),
-        _record(found=_list(_list(FOUND, BODIES_MAX), CHUNKS_MAX), unknown=_bool),
+        _record(contents=_table(KEYS, CHUNKS_MAX)),
+        _record(found=_found, unknown=_bool),
     ),
     "directory.publish": (
         _record(bodies=_list(_tuple(BODY, TIER, U63), CHUNKS_MAX), resync=_optional(_bytes(8, 8))),
@@ -338,18 +364,16 @@ def decode(raw: bytes | memoryview) -> Message:
         raise VersionMismatch(
             f"the other side speaks p2pcache protocol {fields[0]}, this one speaks {PROTOCOL_VERSION}"
         )
-    _tuple(
-        _int(PROTOCOL_VERSION, PROTOCOL_VERSION),
-        _text(1),
-        U63,
-        _text(32),
-        U63,
-        NAME,
-        U63,
-        _bytes(0, 8),
-        _anything,
-    )(fields)
+    if len(fields) != 9:
+        raise WireError("expected 9 values")
     _, kind, id_, op, to, sender, incarnation, view_id, body = fields
+    texts, numbers = (kind, op, sender), (id_, to, incarnation)
+    if {*map(type, texts)} != {str} or {*map(type, numbers)} != {int} or type(view_id) is not bytes:
+        raise WireError("an envelope of other types")
+    if len(kind) > 1 or len(op) > 32 or len(sender) > NAME_MAX or len(view_id) > 8:
+        raise WireError("an envelope with a field that is too long")
+    if min(numbers) < 0 or max(numbers) >= 2**63:
+        raise WireError("an envelope with a number that is out of range")
     if kind == "e":
         _ERROR(body)
     elif kind not in ("q", "r", "n") or op not in OPS:

@@ -304,14 +304,18 @@ class _Watched:
         if self._again is None:
             self._again = self._loop.call_soon(self._turn)
 
-    def _turn(self) -> None:
+    def _looked(self) -> None:
         if self._again is not None:
             self._again.cancel()
             self._again = None
+
+    def _turn(self) -> None:
+        self._looked()
         for _ in range(_AT_ONCE_MAX):
             wanted = _IN | _OUT if self._unsent else _IN
             ready = zmq.zmq_poll([(self._socket, wanted)], 0)  # quicker than asking for zmq.EVENTS
             if not ready:
+                self._looked()  # also for what was sent meanwhile
                 return
             if ready[0][1] & _OUT:
                 self._send_waiting()

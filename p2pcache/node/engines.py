@@ -6,20 +6,18 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from p2pcache.core import records
 from p2pcache.core.records import (
     MISS_CODE,
     SOURCE_CODE,
     Bodies,
     Names,
-    pack_answers,
     pack_leased,
     unpack_asked,
     unpack_starts,
 )
 from p2pcache.core.tiers import Slot
 from p2pcache.core.wire import GRANT
-from p2pcache.node.node import Answer, Grant, Node
+from p2pcache.node.node import Grant, Node
 from p2pcache.node.session import Session
 from p2pcache.node.wireform import body_from_wire
 from p2pcache.types import ExactKey, RemoteError, Source
@@ -63,7 +61,7 @@ class EngineDesk:
             at_home = self._node.home.lookup(chunks)
             if at_home is not None:
                 return at_home
-        found = await self._node.lookup(
+        return await self._node.lookup(
             chunks,
             content_reuse=body["content_reuse"],
             everywhere=body["everywhere"],
@@ -71,7 +69,6 @@ class EngineDesk:
             starts=starts,
             bytes_by_s=self._loop.time() + within_s if within_s is not None else float("inf"),
         )
-        return pack_answers(map(_answer, found.answers), found.patience_s)
 
     async def _on_fetch(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         wants = Bodies(body["names"], body["wants"], body["holders"])
@@ -133,14 +130,6 @@ class EngineDesk:
         for tokens, attended, seconds in body["prefills"]:
             prefill.observe(tokens, attended, seconds)
         return {}
-
-
-def _answer(answer: Answer) -> records.Answer:
-    choice = answer.choice
-    peer = choice.holders[0].node if choice.holders else ""
-    return records.Answer(
-        choice.match, choice.source, peer, choice.miss, choice.body, answer.found, choice.cost_s
-    )
 
 
 def _grants_to_wire(grants: Sequence[Slot | Grant]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -19,7 +19,8 @@ from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.flight import Waiting
 from p2pcache.core.membership import Member, View
 from p2pcache.core.nvmelog import Record
-from p2pcache.core.planner import Asked, Choice, Costs, plan
+from p2pcache.core.planner import Costs
+from p2pcache.core.plans import Tally
 from p2pcache.core.records import Bodies
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Control, NvmeTier, Slab, Transport
@@ -27,16 +28,17 @@ from p2pcache.node.coder import Coder
 from p2pcache.node.counters import Counters
 from p2pcache.node.drain import Heir, hand_over
 from p2pcache.node.fence import Fence
+from p2pcache.node.gather import Known
 from p2pcache.node.holder import Holder as PeerDesk
 from p2pcache.node.home import Home
-from p2pcache.node.owners import Owners, Sightings
+from p2pcache.node.owners import Owners
 from p2pcache.node.publisher import Publisher
 from p2pcache.node.puller import Puller
 from p2pcache.node.residency import Residency
 from p2pcache.node.session import Session
 from p2pcache.node.shard import Shard
 from p2pcache.node.sight import Sight
-from p2pcache.node.wireform import body_from_wire, found_to_wire
+from p2pcache.node.wireform import body_from_wire
 from p2pcache.types import (
     BodyInfo,
     ContentKey,
@@ -44,7 +46,6 @@ from p2pcache.types import (
     Found,
     Holder,
     LayoutError,
-    Match,
     Miss,
     RemoteError,
     Source,
@@ -67,21 +68,6 @@ class Ports:
     slab: Slab
     transports: list[Transport]
     nvme: NvmeTier | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a lookup says of one chunk: the plan, and every body and holder known."""
-
-    choice: Choice
-    found: tuple[Found, ...]
-
-
-class LookedUp(NamedTuple):
-    """An answer a chunk, in order, and how long their fetch may take (`core.planner.Plan.patience_s`)."""
-
-    answers: list[Answer]
-    patience_s: float | None
 
 
 class Grant(NamedTuple):
@@ -190,53 +176,51 @@ class Node:
         deadline_s: float,
         starts: Sequence[int],
         bytes_by_s: float = float("inf"),
-    ) -> LookedUp:
-        """Find the chunks of a prompt and plan where each comes from.
+    ) -> dict[str, Any]:
+        """Find the chunks of a prompt and plan where each comes from; the reply of `core/records.py`.
 
         content_reuse: accept bodies computed behind other tokens. everywhere: ask the owners even
         where this node has the exact body. deadline_s: on the loop's clock; owners that have not
         answered by then count as misses with that reason. starts: where each chunk begins in the prompt,
-        in tokens. bytes_by_s: on the same clock, until when the
-        bytes must be here; what is not expected by then is planned as a miss.
+        in tokens. bytes_by_s: on the same clock, until when the bytes must be here; what is not expected
+        by then is planned as a miss.
         """
         started_s = self._loop.time()
         self.counters["lookups"] += 1
         self.counters["chunks"] += len(chunks)
         # 1. Our own tiers. A body that is here whole and exact needs no directory.
-        sightings = Sightings(self.name, lambda exact: self.residency.where(exact) is not None)
-        for content in dict.fromkeys(content for content, _ in chunks):
-            sightings.add(content, self.residency.find(content))
-        ask = dict.fromkeys(c for c, exact in chunks if everywhere or not sightings.has(c, exact))
+        home = self._at_home(dict.fromkeys([content for content, _ in chunks]))
+        here = {f.body.exact for found in home.values() for f in found}
+        ask = list(dict.fromkeys([c for c, e in chunks if everywhere or e not in here]))
         # 2. The owners: one request each, all in parallel, the whole prompt at once.
-        absent = await self.owners.ask(ask, sightings, deadline_s)
+        heard, absent = await self.owners.ask(b"".join(ask), deadline_s)
         # 3. The plan.
-        ways = {p.name: ways[0].name for p in self.view.members.values() if (ways := self.puller.ways(p))}
         now_s = self._loop.time()
-        asked = [
-            Asked(exact, start, sightings.under(content, exact), absent.get(content, Miss.ABSENT))
-            for (content, exact), start in zip(chunks, starts, strict=True)
-        ]
-        planned = plan(
-            asked,
-            me=self.name,
-            ways=ways,
+        known = Known(self.name, chunks, starts, home, ask, heard, absent)
+        tally, reply = known.planned(
+            ways={p.name: ways[0].name for p in self.view.members.values() if (ways := self.puller.ways(p))},
             busy_bytes=self.puller.flights.bytes_by_peer(),
             costs=self.costs,
             content_reuse=content_reuse,
             now_s=now_s,
             within_s=bytes_by_s - now_s,
         )
-        for choice in planned.choices:
-            self._count_choice(choice)
-        self.sight.looked_up(planned.choices, now_s - started_s)
-        answers = [Answer(c, tuple(a.found)) for c, a in zip(planned.choices, asked, strict=True)]
-        return LookedUp(answers, planned.patience_s)
+        self._count(tally, now_s - started_s)
+        return reply
 
-    def _count_choice(self, choice: Choice) -> None:
-        if choice.match is Match.NONE:
-            self.counters[f"miss_{choice.miss}"] += 1
-        else:
-            self.counters[f"hits_{choice.match}"] += 1
+    def _at_home(self, contents: Iterable[ContentKey]) -> dict[ContentKey, list[Found]]:
+        """What this node has under content keys; only of those of which it has anything."""
+        if not self.residency.has_nvme:
+            here = self.residency.tier.contents
+            contents = [c for c in contents if c in here]
+        return {c: found for c in contents if (found := self.residency.find(c))}
+
+    def _count(self, tally: Tally, seconds: float) -> None:
+        for (match, _), count in tally.hits.items():
+            self.counters[f"hits_{match}"] += count
+        for miss, count in tally.misses.items():
+            self.counters[f"miss_{miss}"] += count
+        self.sight.looked_up(tally, seconds)
 
     # -- fetch -----------------------------------------------------------------------------------
 
@@ -421,16 +405,21 @@ class Node:
 
     # -- what peers ask --------------------------------------------------------------------------
 
-    async def on_peer(
+    def on_peer(
         self, op: str, body: Mapping[str, Any], sender: str, incarnation: int
-    ) -> Mapping[str, Any]:
-        """Answer one control message. `wire.decode` has checked its shape."""
+    ) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
+        """Answer one control message, the directory's at once. `wire.decode` has checked its shape."""
         self.fence.check(sender, incarnation)
         if op == "directory.lookup":
-            lists, unknown = self.shard.lookup(body["contents"])
-            return {"found": [[found_to_wire(f) for f in found] for found in lists], "unknown": unknown}
+            table, unknown = self.shard.lookup(body["contents"])
+            return {"found": table, "unknown": unknown}
         if op in ("directory.publish", "directory.withdraw"):
             return self.shard.handle(op, body, sender, incarnation)
+        return self._on_peer(op, body, sender, incarnation)
+
+    async def _on_peer(
+        self, op: str, body: Mapping[str, Any], sender: str, incarnation: int
+    ) -> Mapping[str, Any]:
         if op == "pull.open":
             budget_s = min(max(body["deadline_s"], 0.0), self.config.remote_lease_s)
             deadline_s = self._loop.time() + budget_s

@@ -1,50 +1,25 @@
-"""Asking the directory: one request an owner for a whole prompt, and what all answers add up to."""
+"""Asking the directory: one request an owner for a whole prompt."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
+from typing import Any
 
-from p2pcache.core.directory import BODIES_PER_KEY_MAX
+import numpy as np
+
+from p2pcache.core.found import Table
 from p2pcache.core.membership import View
-from p2pcache.core.planner import rank_bodies
+from p2pcache.core.records import MISS_CODE
+from p2pcache.core.ring import REPLICAS
 from p2pcache.io.ports import Control
 from p2pcache.node.counters import Counters
+from p2pcache.node.gather import Heard
 from p2pcache.node.shard import Shard
-from p2pcache.node.wireform import found_from_wire
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, Miss, RemoteError
+from p2pcache.types import KEY_BYTES, Miss, RemoteError
 
-
-class Sightings:
-    """Bodies and their holders as far as anybody has said so, by content key."""
-
-    def __init__(self, me: str, holds: Callable[[ExactKey], bool]):
-        """holds: whether this node has a body now; what others say of this node counts only then."""
-        self._me = me
-        self._holds = holds
-        self._bodies: dict[ContentKey, dict[ExactKey, BodyInfo]] = {}
-        self._holders: dict[ExactKey, dict[str, Holder]] = {}
-
-    def add(self, content: ContentKey, found: Iterable[Found]) -> None:
-        """Take in what was said under a content key. A body of another content is nonsense and left out."""
-        for one in found:
-            if one.body.content != content:
-                continue
-            for holder in one.holders:
-                if holder.node == self._me and not self._holds(one.body.exact):
-                    continue
-                # The first word stands: this node speaks first of itself, and knows its own tier best.
-                self._holders.setdefault(one.body.exact, {}).setdefault(holder.node, holder)
-                self._bodies.setdefault(content, {})[one.body.exact] = one.body
-
-    def has(self, content: ContentKey, exact: ExactKey) -> bool:
-        return exact in self._bodies.get(content, {})
-
-    def under(self, content: ContentKey, exact: ExactKey) -> tuple[Found, ...]:
-        """What is known of a chunk, best first, a bounded few: popular passages stand in many contexts."""
-        bodies = self._bodies.get(content, {})
-        found = (Found(body, tuple(self._holders[key].values())) for key, body in bodies.items())
-        return tuple(rank_bodies(found, exact)[:BODIES_PER_KEY_MAX])
+Said = tuple[Table, bool] | Miss
+"""What an owner knows and whether the rest is unknown to it rather than absent, or why it said nothing."""
 
 
 class Owners:
@@ -57,51 +32,61 @@ class Owners:
         self._loop = asyncio.get_running_loop()
         self.view = View()
 
-    async def ask(
-        self, contents: Iterable[ContentKey], sightings: Sightings, deadline_s: float
-    ) -> dict[ContentKey, Miss]:
-        """Add what the owners know to `sightings`; returns what it means where they know nothing.
+    async def ask(self, contents: bytes, deadline_s: float) -> tuple[list[Heard], np.ndarray]:
+        """What the owners know of keys, joined, by their place among them; and what it means where they
+        know nothing: u8 `[keys]`, as MISS_CODE.
 
         Each key's first owner is asked, and the second where the first does not answer.
         """
-        absent: dict[ContentKey, Miss] = dict.fromkeys(contents, Miss.OWNER_UNREACHABLE)
-        pending = list(absent)
-        for rank in range(2):
-            by_owner: dict[str, list[ContentKey]] = {}
-            for content in pending:
-                owners = self.view.ring.owners(content)
-                if rank < len(owners):
-                    by_owner.setdefault(owners[rank], []).append(content)
-            results = await asyncio.gather(
-                *(self._ask_one(owner, keys, deadline_s) for owner, keys in by_owner.items())
-            )
-            pending = []
-            for keys, result in zip(by_owner.values(), results, strict=True):
-                if isinstance(result, Miss):
-                    absent.update(dict.fromkeys(keys, result))
-                    pending += keys
-                    continue
-                lists, unknown = result
-                for content, found in zip(keys, lists, strict=True):
-                    absent[content] = Miss.UNKNOWN if unknown else Miss.ABSENT
-                    sightings.add(content, found)
-        return absent
+        keys = np.frombuffer(contents, np.uint8).reshape(-1, KEY_BYTES)
+        absent = np.full(len(keys), MISS_CODE[Miss.OWNER_UNREACHABLE], np.uint8)
+        heard: list[Heard] = []
+        pending = np.arange(len(keys))
+        for rank in range(REPLICAS):
+            by_owner = [(name, pending[at]) for name, at in self.view.ring.split(keys[pending], rank)]
+            unheard = [pending[:0]]
+            for places, said in await self._ask_each(by_owner, keys, deadline_s):
+                if isinstance(said, Miss):
+                    absent[places] = MISS_CODE[said]
+                    unheard.append(places)
+                else:
+                    table, unknown = said
+                    absent[places] = MISS_CODE[Miss.UNKNOWN if unknown else Miss.ABSENT]
+                    heard.append(Heard(places, table))
+            pending = np.concatenate(unheard)
+            if not len(pending):
+                break
+        return heard, absent
 
-    async def _ask_one(
-        self, owner: str, contents: list[ContentKey], deadline_s: float
-    ) -> tuple[list[list[Found]], bool] | Miss:
-        if owner == self._shard.me:
-            return self._shard.lookup(contents)
-        peer = self.view.members.get(owner)
-        if peer is None:  # it left while we were getting here
-            return Miss.OWNER_UNREACHABLE
-        self._counters["lookup_rpcs"] += 1
+    async def _ask_each(
+        self, by_owner: list[tuple[str, np.ndarray]], keys: np.ndarray, deadline_s: float
+    ) -> list[tuple[np.ndarray, Said]]:
         # Half of what is left, so that a silent first owner leaves time for the second.
         by_s = self._loop.time() + (deadline_s - self._loop.time()) / 2
-        try:
-            reply = await self._control.request(peer, "directory.lookup", {"contents": contents}, by_s)
-        except RemoteError:
-            return Miss.DEADLINE if self._loop.time() >= by_s else Miss.OWNER_UNREACHABLE
-        if len(reply["found"]) != len(contents):
-            return Miss.OWNER_UNREACHABLE
-        return [[found_from_wire(f) for f in found] for found in reply["found"]], reply["unknown"]
+        out: list[tuple[np.ndarray, Said]] = []
+        mine: list[np.ndarray] = []
+        asked: list[tuple[np.ndarray, asyncio.Future[Mapping[str, Any]]]] = []
+        for owner, places in by_owner:
+            peer = self.view.members.get(owner)
+            if owner == self._shard.me:
+                mine.append(places)
+            elif peer is None:  # it left while we were getting here
+                out.append((places, Miss.OWNER_UNREACHABLE))
+            else:
+                self._counters["lookup_rpcs"] += 1
+                request = {"contents": keys[places].tobytes()}
+                asked.append((places, self._control.ask(peer, "directory.lookup", request, by_s)))
+        for places in mine:  # while the others are at it
+            out.append((places, self._shard.lookup(keys[places].tobytes())))
+        replies = await asyncio.gather(*(reply for _, reply in asked), return_exceptions=True)
+        for (places, _), reply in zip(asked, replies, strict=True):
+            if isinstance(reply, RemoteError):
+                late = self._loop.time() >= by_s
+                out.append((places, Miss.DEADLINE if late else Miss.OWNER_UNREACHABLE))
+            elif isinstance(reply, BaseException):
+                raise reply
+            else:
+                table = Table(*reply["found"])
+                whole = len(table.counts) == len(places)
+                out.append((places, (table, reply["unknown"]) if whole else Miss.OWNER_UNREACHABLE))
+        return out

@@ -11,9 +11,10 @@ from typing import Any
 
 from p2pcache.config import NodeConfig
 from p2pcache.core.directory import Directory
+from p2pcache.core.found import Table
 from p2pcache.core.membership import View
 from p2pcache.node.wireform import body_from_wire
-from p2pcache.types import ContentKey, Found, Holder, RemoteError, Tier
+from p2pcache.types import Holder, RemoteError, Tier
 
 
 class Shard:
@@ -41,10 +42,9 @@ class Shard:
         others = (name for name in self._view.members if name != self.me)
         return all(self._marks.get(name) == self._view.view_id for name in others)
 
-    def lookup(self, contents: list[ContentKey]) -> tuple[list[list[Found]], bool]:
-        """What is known under each key, and whether the rest is unknown rather than absent."""
-        now_s, is_live = self._clock(), self._view.has
-        return [self.directory.lookup(c, now_s, is_live) for c in contents], not self.warm
+    def lookup(self, contents: bytes) -> tuple[Table, bool]:
+        """What is known under keys, joined, and whether the rest is unknown rather than absent."""
+        return self.directory.table(contents, self._clock(), self._view.has), not self.warm
 
     def handle(self, op: str, body: Mapping[str, Any], sender: str, incarnation: int) -> dict[str, Any]:
         """A holder's publish or withdraw."""

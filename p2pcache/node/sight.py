@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from p2pcache.core.heavy import SpaceSaving
 from p2pcache.core.histogram import Histogram
 from p2pcache.core.membership import View
-from p2pcache.core.planner import Choice
+from p2pcache.core.plans import Tally
 from p2pcache.core.tiers import Slot
 from p2pcache.types import BodyInfo, ContentKey, Match, Miss, Provenance, Source
 
@@ -112,21 +112,17 @@ class Sight:
 
     # -- what happens ----------------------------------------------------------------------------
 
-    def looked_up(self, choices: Sequence[Choice], seconds: float) -> None:
-        """A lookup has ended with a choice for each of its chunks."""
-        self._chunks += len(choices)
+    def looked_up(self, plan: Tally, seconds: float) -> None:
+        """A lookup has ended with this plan."""
+        self._chunks += plan.chunks
         self._lookup_s.observe(seconds)
-        found = [c for c in choices if c.body is not None]
-        self._hits.update([(c.match, c.source) for c in found])  # counted in C, unlike one by one
-        tokens = [c.body.tokens for c in found if c.body is not None]
-        exact = sum([n for c, n in zip(found, tokens, strict=True) if c.match is Match.EXACT])
-        self._hit_tokens[Match.EXACT] += exact
-        self._hit_tokens[Match.CONTENT] += sum(tokens) - exact
-        if len(found) < len(choices):
-            misses = _by_reason(c.miss for c in choices if c.miss is not None)
+        self._hits.update(plan.hits)
+        self._hit_tokens.update(plan.tokens)
+        if plan.misses:
+            misses = {reason.value: chunks for reason, chunks in plan.misses.items()}
             self._misses.update(misses)
             self._deadlines["lookup"] += misses.get(Miss.DEADLINE.value, 0)
-            self._recent.append(Missed(self._clock(), "lookup", len(choices), misses, seconds))
+            self._recent.append(Missed(self._clock(), "lookup", plan.chunks, misses, seconds))
 
     def looked_up_at_home(self, chunks: int, tokens: int, seconds: float) -> None:
         """A lookup has ended with the exact body of each of its chunks in the host tier."""

@@ -9,7 +9,7 @@ from p2pcache.core.coding import Coding
 from p2pcache.core.nvmelog import Record
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Ticket
-from p2pcache.types import BodyInfo, Found, Holder, LayoutError, Provenance, Tier
+from p2pcache.types import BodyInfo, Holder, LayoutError, Provenance, Tier
 
 
 def body_to_wire(body: BodyInfo) -> list[Any]:
@@ -28,14 +28,6 @@ def holder_to_wire(holder: Holder) -> list[Any]:
 
 def holder_from_wire(raw: Sequence[Any]) -> Holder:
     return Holder(raw[0], raw[1], Tier(raw[2]))
-
-
-def found_to_wire(found: Found) -> list[Any]:
-    return [body_to_wire(found.body), [holder_to_wire(h) for h in found.holders]]
-
-
-def found_from_wire(raw: Sequence[Any]) -> Found:
-    return Found(body_from_wire(raw[0]), tuple(holder_from_wire(h) for h in raw[1]))
 
 
 class Leave(NamedTuple):

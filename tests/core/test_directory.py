@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from p2pcache.core import wire
 from p2pcache.core.directory import BODIES_PER_KEY_MAX, Directory
 from p2pcache.core.directory_twin import PlainDirectory
-from p2pcache.node.wireform import found_to_wire
+from p2pcache.core.found import CODECS_MAX, HOLDERS_MAX, defect
 from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, Provenance, Tier
 
 TTL_S, TOMBSTONE_S = 10.0, 4.0
@@ -233,6 +233,7 @@ def test_a_sweep_in_pieces_looks_at_every_key(kind):
 NAMES = ("a", "b", "ü" * 256)
 CODECS = ("raw", "int8", "", "x" * 32)
 SIGNED64 = st.integers(-(2**63), 2**63 - 1)
+U31, U63 = st.integers(0, 2**31 - 1), st.integers(0, 2**63 - 1)
 FEW_KEYS = st.integers(0, 3).map(lambda i: bytes(15) + bytes([i]))
 HOLDERS = st.builds(Holder, st.sampled_from(NAMES), st.integers(1, 2), st.sampled_from(Tier))
 SEQS = st.integers(1, 12) | SIGNED64
@@ -240,10 +241,10 @@ ANY_BODY = st.builds(
     BodyInfo,
     FEW_KEYS,
     FEW_KEYS,
-    SIGNED64,
-    SIGNED64,
+    U31,
+    U63,
     st.sampled_from(Provenance),
-    SIGNED64,
+    U31,
     st.sampled_from(CODECS),
 )
 STEPS = st.one_of(
@@ -271,8 +272,11 @@ def test_the_native_table_answers_like_its_twin(steps, bodies_max):
             case "lookup", live:
                 wanted = twin.lookup_many(keys, now_s, lambda n, i, live=live: (n, i) in live)
                 assert ours.lookup_many(keys, now_s, lambda n, i, live=live: (n, i) in live) == wanted
-                raw = ours.lookup_wire(keys, now_s, lambda n, i, live=live: (n, i) in live)
-                assert raw == [[found_to_wire(f) for f in found] for found in wanted]
+                tables = [
+                    kind.table(b"".join(keys), now_s, lambda n, i, live=live: (n, i) in live)
+                    for kind in (ours, twin)
+                ]
+                assert tables[0] == tables[1] and defect(tables[0]) == ""
             case op, holder, bodies:
                 assert getattr(ours, op)(holder, bodies, now_s) == getattr(twin, op)(holder, bodies, now_s)
         assert len(ours) == len(twin)
@@ -386,9 +390,36 @@ def test_an_answer_of_a_full_key_passes_the_wires_own_check():
     for i in range(BODIES_PER_KEY_MAX):
         one = BodyInfo(CONTENTS[0], ExactKey(bytes([i]) * 16), 2**31 - 1, 2**63 - 1, codec="x" * 32)
         directory.publish(Holder("a", 2**63 - 1, Tier.NVME), [(one, 2**63 - 1)], 0.0)
-    body = {"found": directory.lookup_wire(CONTENTS, 0.0, anyone), "unknown": False}
+    body = {"found": list(directory.table(b"".join(CONTENTS), 0.0, anyone)), "unknown": False}
+    assert list(body["found"][3]) == [BODIES_PER_KEY_MAX, 0]
     message = wire.Message("r", 1, "directory.lookup", body)
     assert wire.decode(wire.encode(message)).body == body
+
+
+def test_what_a_table_cannot_carry_is_left_out_as_the_twin_does():
+    ours, twin = make(bodies_max=99), make(PlainDirectory, bodies_max=99)
+    wide = [
+        dict(tokens=2**31),
+        dict(base_position=2**31),
+        dict(nbytes=-1),
+        dict(provenance=3),
+        dict(tokens=-1),
+    ]
+    bodies = [BodyInfo(CONTENTS[0], ExactKey(bytes([i]) * 16), **({"tokens": 1, "nbytes": 1} | changes))
+              for i, changes in enumerate([*wide, *[{}] * 10])]  # fmt: skip
+    codecs = [
+        BodyInfo(ContentKey(bytes([9]) + i.to_bytes(15, "big")), ExactKey(bytes(16)), 1, 1, codec=str(i))
+        for i in range(CODECS_MAX + 1)
+    ]
+    for directory in (ours, twin):
+        for i in range(HOLDERS_MAX + 1):
+            directory.publish(Holder(f"n{i}", 1, Tier.HOST), [(bodies[-1], 1)], 0.0)
+        directory.publish(Holder("a", 1, 7), [(bodies[-2], 1)], 0.0)
+        directory.publish(Holder("a", 1, Tier.NVME), [(b, 2) for b in [*bodies, *codecs]], 0.0)
+    keys = b"".join([CONTENTS[0], *[b.content for b in codecs]])
+    table = ours.table(keys, 1.0, anyone)
+    assert table == twin.table(keys, 1.0, anyone) and defect(table) == ""
+    assert table.counts[0] == 8 and sum(table.counts[1:]) == CODECS_MAX - 1
 
 
 def test_names_that_nobody_uses_any_more_are_forgotten():

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pcache.core import wire
+from p2pcache.core.found import Writer
 from p2pcache.core.wire import CHUNKS_MAX, MESSAGE_BYTES_MAX, OPS, PROTOCOL_VERSION, Message, WireError
-from p2pcache.types import VersionMismatch
+from p2pcache.types import BodyInfo, Found, Holder, Provenance, Tier, VersionMismatch
 
 
 def lists(item, limit: int = 3):
@@ -35,7 +36,22 @@ meta = st.binary(max_size=8)
 tier = st.integers(0, 2)
 body = row(key, key, u31, u63, st.integers(0, 2), u31, text)
 holder = row(text, u63, tier)
-found = row(body, lists(holder))
+
+
+@st.composite
+def tables(draw) -> list:
+    """The wire form of a table of findings."""
+    names = draw(st.lists(text, min_size=1, max_size=3, unique=True))
+    writer = Writer()
+    for _ in range(draw(st.integers(0, 3))):
+        rest = st.tuples(u31, u63, st.sampled_from(Provenance), u31, text)
+        infos = [BodyInfo(bytes(16), e, *draw(rest)) for e in draw(lists(key))]
+        one = st.tuples(st.sampled_from(names), tier)
+        held = st.lists(one, min_size=1, max_size=3, unique_by=lambda h: h[0])
+        writer.add([Found(info, tuple(Holder(n, 7, Tier(t)) for n, t in draw(held))) for info in infos])
+    return list(writer.table())
+
+
 ticket = row(st.just("ok"), row(token, u63, u63, lists(u64), meta, body))
 coding = row(text, u63, lists(u64))
 encoded_ticket = row(st.just("ok"), row(token, u63, u63, lists(u64), meta, body, coding))
@@ -61,8 +77,8 @@ def table(record: struct.Struct):
 SAMPLES = {
     "hello": (record(member=member), record(member=member)),
     "directory.lookup": (
-        record(contents=lists(key)),
-        record(found=lists(lists(found)), unknown=st.booleans()),
+        record(contents=lists(key).map(b"".join)),
+        record(found=tables(), unknown=st.booleans()),
     ),
     "directory.publish": (
         record(bodies=lists(row(body, tier, u63)), resync=st.none() | st.binary(min_size=8, max_size=8)),
@@ -243,7 +259,7 @@ ANNOUNCED = {
     "nesting 100,000 deep": b"\x91" * 100_000,
     "maps nested 100,000 deep": b"\x81\xa0" * 100_000,
 }
-HEADER = b"\x99\x01\xa1q\x07\xa6status\x00\xa0\x00\xc4\x00"
+HEADER = b"\x99" + bytes([PROTOCOL_VERSION]) + b"\xa1q\x07\xa6status\x00\xa0\x00\xc4\x00"
 
 
 @pytest.mark.parametrize("prefix", [b"", HEADER], ids=["alone", "as a body"])
@@ -279,6 +295,31 @@ def said(op: str, kind: str, content) -> bytes:
 
 BODY = [bytes(16), bytes(16), 1, 1, 0, 0, "raw"]
 TICKET = [bytes(16), 0, 1, [], b"", BODY]
+RECORD = struct.pack("<16sIIQBBH", bytes(16), 1, 0, 1, 0, 0, 1)
+HELD = struct.pack("<HB", 0, 1)
+TABLE = [["n"], bytes(8), ["raw"], b"\x01", RECORD, HELD]
+
+
+def told(**changes) -> dict:
+    """A directory's reply of one key, changed."""
+    fields = "names incarnations codecs counts bodies holders".split()
+    return {"found": [changes.get(f, was) for f, was in zip(fields, TABLE, strict=True)], "unknown": False}
+
+
+def widest() -> dict:
+    """Eight bodies of one key, each at its limits and with 1024 holders."""
+    exacts = [bytes(15) + bytes([i]) for i in range(8)]
+    bodies = [struct.pack("<16sIIQBBH", e, 2**31 - 1, 2**31 - 1, 2**63 - 1, 2, 255, 1024) for e in exacts]
+    return told(
+        names=["n" * 200] * 65_536,
+        incarnations=(b"\xff" * 7 + b"\x7f") * 65_536,
+        codecs=["c" * 32] * 256,
+        counts=b"\x08",
+        bodies=b"".join(bodies),
+        holders=b"".join(struct.pack("<HB", 65_535 - i, 2) for i in range(1024)) * 8,
+    )
+
+
 OVER = {
     "codecs": (
         "pull.open",
@@ -295,8 +336,31 @@ OVER = {
     "list": ("release", "q", {"generations": [0] * (CHUNKS_MAX + 1)}),
     "descriptors": ("namespaces", "q", {"descriptors": [b""] * 257}),
     "descriptor": ("open", "q", {"descriptor": bytes((1 << 16) + 1)}),
-    "bodies of a key": ("directory.lookup", "r", {"found": [[[BODY, []]] * 9], "unknown": False}),
-    "holders": ("directory.lookup", "r", {"found": [[[BODY, [["n", 1, 1]] * 1025]]], "unknown": False}),
+    "bodies of a key": ("directory.lookup", "r", told(counts=b"\x09", bodies=RECORD * 9, holders=HELD * 9)),
+    "holders": (
+        "directory.lookup",
+        "r",
+        told(
+            names=["n"] * 1025,
+            incarnations=bytes(8 * 1025),
+            bodies=RECORD[:-2] + struct.pack("<H", 1025),
+            holders=b"".join(struct.pack("<HB", i, 1) for i in range(1025)),
+        ),
+    ),
+    "no holder": ("directory.lookup", "r", told(bodies=RECORD[:-2] + bytes(2), holders=b"")),
+    "a column too few": ("directory.lookup", "r", {"found": TABLE[:5], "unknown": False}),
+    "a column of another type": ("directory.lookup", "r", told(counts="\x01")),
+    "a name that is none": ("directory.lookup", "r", told(names=[7])),
+    "a name that is too long": ("directory.lookup", "r", told(names=["n" * 257])),
+    "a codec that is too long": ("directory.lookup", "r", told(codecs=["c" * 33])),
+    "keys of a table": ("directory.lookup", "r", told(counts=bytes(CHUNKS_MAX + 1), bodies=b"", holders=b"")),
+    "members of a table": ("directory.lookup", "r", told(names=["n"] * 65_537)),
+    "codecs of a table": ("directory.lookup", "r", told(codecs=["raw"] * 257)),
+    "an incarnation too few": ("directory.lookup", "r", told(incarnations=b"")),
+    "an incarnation over 63 bits": ("directory.lookup", "r", told(incarnations=bytes(7) + b"\x80")),
+    "half a key": ("directory.lookup", "q", {"contents": bytes(24)}),
+    "keys": ("directory.lookup", "q", {"contents": bytes(16 * (CHUNKS_MAX + 1))}),
+    "keys as a list": ("directory.lookup", "q", {"contents": [bytes(16)]}),
     "records": (
         "lookup",
         "q",
@@ -320,7 +384,7 @@ OVER = {
     "number below zero": ("release", "q", {"generations": [-1]}),
     "number over 63 bits": ("release", "q", {"generations": [2**63]}),
     "bool for a number": ("release", "q", {"generations": [True]}),
-    "number for a bool": ("directory.lookup", "r", {"found": [], "unknown": 0}),
+    "number for a bool": ("directory.lookup", "r", {"found": TABLE, "unknown": 0}),
     "not a number": ("mesh", "q", {"deadline_s": float("nan")}),
     "infinity": ("mesh", "q", {"deadline_s": float("inf")}),
     "missing field": ("mesh", "q", {}),
@@ -347,7 +411,9 @@ def test_what_is_at_the_bounds_is_not():
     for op, kind, content in (
         ("release", "q", {"generations": [2**63 - 1] * CHUNKS_MAX}),
         ("fetch", "r", {"names": [], "grants": b"\xff" * wire.GRANT.size * CHUNKS_MAX, "metas": []}),
-        ("directory.lookup", "r", {"found": [[[BODY, [["n" * 256, 1, 2]] * 1024]] * 8], "unknown": True}),
+        ("directory.lookup", "r", told()),
+        ("directory.lookup", "r", widest()),
+        ("directory.lookup", "q", {"contents": bytes(16 * CHUNKS_MAX)}),
         ("open", "q", {"descriptor": bytes(1 << 16)}),
         ("commit", "q", {"slots": [[1, [2**64 - 1] * 1024, bytes(4096)]]}),
     ):

@@ -35,7 +35,7 @@ from p2pcache.api import Cache, Client
 from p2pcache.io.ports import TransportError
 from p2pcache.io.streams import default_stream
 from p2pcache.node.wireform import body_to_wire
-from p2pcache.results import Fetched, FetchedChunk, Lookup, Prefetch
+from p2pcache.results import Fetched, FetchedChunk, Lookup, Prefetch, SingleChunks
 from p2pcache.runtime import NodeRuntime
 from p2pcache.types import ConfigError, LayoutError, NodeDown
 from tests.fault.node_process import PATIENCE_S, at_rest, state, until
@@ -661,6 +661,26 @@ def test_a_fetch_ends_with_the_deadline_of_its_lookup(mesh: Callable) -> None:
         assert {c.miss for c in fetched} == {Miss.DEADLINE}
     with cache.fetch(dataclasses.replace(lookup, by_s=None, patience_s=0.0)) as fetched:
         assert {c.miss for c in fetched} == {Miss.DEADLINE}
+
+
+def test_chunks_of_several_holders_are_fetched_as_the_node_said_it(mesh: Callable) -> None:
+    m = mesh(3)
+    run, (first, second, cache) = prompt(512), m.caches
+    kv = keep(first, run)
+    chunks = second.chunks(run, chunker=CHUNKS)[::2]
+    assert second.store(chunks, kv).published(PATIENCE_S)
+    cache.client.report_prefill_rate(1.0)
+    lookup = find(cache, run, deadline_s=30.0)
+    assert isinstance(lookup.chunks, SingleChunks), "no object a chunk until somebody looks"
+    assert lookup.patience_s == 1.5 * 512 and 0 < lookup.by_s - time.monotonic() < 30
+    with cache.fetch(lookup) as fetched:
+        assert whole(fetched, kv)
+        assert [c.peer for c in fetched] == [c.peer for c in lookup.chunks]
+        assert {len(c.found[0].holders) for c in lookup.chunks} == {1, 2}
+        assert all(c.found[0].holders[0].node == c.peer for c in lookup.chunks)
+    at_home = find(cache, run, deadline_s=30.0)
+    assert {c.source for c in at_home.chunks} == {Source.LOCAL}
+    assert at_home.patience_s is None and 0 < at_home.by_s - time.monotonic() < 30
 
 
 def test_what_a_pull_and_a_prefill_took_is_in_the_status(mesh: Callable) -> None:

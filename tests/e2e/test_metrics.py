@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from p2pcache import EmbeddedMesh, FixedChunker, KVLayout, Miss, Namespace, NodeConfig, Source
 from p2pcache.core.histogram import BOUNDS_S
 from p2pcache.core.membership import Member, View
-from p2pcache.core.planner import Choice
+from p2pcache.core.plans import Tally
 from p2pcache.metrics import METRICS, Sample, render, samples
 from p2pcache.node.sight import HOT_SHOWN, RECENT_FETCHES_MAX, RECENT_MAX, WORDS, Sight, explain
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, Match
+from p2pcache.types import BodyInfo, ContentKey, ExactKey
 from tests.fault.node_process import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
@@ -268,7 +268,7 @@ def test_memory_is_bounded_and_a_status_stays_small():
     ]
     for _ in range(500):
         clock.now_s += 1
-        sight.looked_up([Choice(Match.NONE, Source.RECOMPUTE, miss=miss) for miss in Miss] * 999, 0.1)
+        sight.looked_up(Tally(999 * len(Miss), {}, {}, dict.fromkeys(Miss, 999)), 0.1)
         sight.fetched([body] * len(grants), grants, 0.1, chunks=len(grants))
         sight.reserved([*map(str, Miss), "resident"])
         for transport in ("shm", "tcp", "ucx"):
@@ -289,7 +289,7 @@ def test_usual_misses_are_remembered_to_the_last_of_them():
     sight = Sight(clock)
     for _ in range(100):
         clock.now_s += 1
-        sight.looked_up([Choice(Match.NONE, Source.RECOMPUTE, miss=Miss.OWNER_UNREACHABLE)] * 200, 0.1)
+        sight.looked_up(Tally(200, {}, {}, {Miss.OWNER_UNREACHABLE: 200}), 0.1)
     recent = sight.plain()["recent"]
     assert [m["ago_s"] for m in recent] == list(range(RECENT_MAX))
 
