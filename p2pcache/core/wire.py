@@ -37,6 +37,7 @@ from p2pcache.types import KEY_BYTES, RemoteError, VersionMismatch
 PROTOCOL_VERSION = 2
 MESSAGE_BYTES_MAX = 16 << 20
 CHUNKS_MAX = 65_536
+PREFILLS_MAX = 64  # of a report: each costs its reader about a millisecond
 BODIES_MAX = 8
 ADOPT_MAX = 32
 HOLDERS_MAX = 1024
@@ -294,7 +295,7 @@ OPS: dict[str, tuple[Check, Check]] = {
     # prefills: (tokens computed, tokens attended to in all, seconds) each
     "report": (
         _record(
-            prefill_tokens_per_s=_optional(_number), prefills=_list(_tuple(U31, U63, _number), CHUNKS_MAX)
+            prefill_tokens_per_s=_optional(_number), prefills=_list(_tuple(U31, U63, _number), PREFILLS_MAX)
         ),
         NONE,
     ),

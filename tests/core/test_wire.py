@@ -293,6 +293,7 @@ OVER = {
     "encoded bytes": ("pull.open", "r", {"tickets": [["ok", [*TICKET, ["lossless", -1, []]]]]}),
     "more than an encoded form": ("pull.open", "r", {"tickets": [["ok", [*TICKET, ["l", 1, []], 0]]]}),
     "list": ("release", "q", {"generations": [0] * (CHUNKS_MAX + 1)}),
+    "prefills": ("report", "q", {"prefill_tokens_per_s": None, "prefills": [[1, 0, 1.0]] * 65}),
     "descriptors": ("namespaces", "q", {"descriptors": [b""] * 257}),
     "descriptor": ("open", "q", {"descriptor": bytes((1 << 16) + 1)}),
     "bodies of a key": ("directory.lookup", "r", {"found": [[[BODY, []]] * 9], "unknown": False}),
@@ -349,6 +350,7 @@ def test_what_is_at_the_bounds_is_not():
         ("fetch", "r", {"names": [], "grants": b"\xff" * wire.GRANT.size * CHUNKS_MAX, "metas": []}),
         ("directory.lookup", "r", {"found": [[[BODY, [["n" * 256, 1, 2]] * 1024]] * 8], "unknown": True}),
         ("open", "q", {"descriptor": bytes(1 << 16)}),
+        ("report", "q", {"prefill_tokens_per_s": None, "prefills": [[1, 0, 1.0]] * 64}),
         ("commit", "q", {"slots": [[1, [2**64 - 1] * 1024, bytes(4096)]]}),
     ):
         assert wire.decode(said(op, kind, content)).body == content
