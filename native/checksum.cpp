@@ -9,6 +9,7 @@
 
 #include <sys/socket.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
@@ -241,6 +242,7 @@ public:
     int64_t bad_layer() const { return bad_layer_; }
 
     void advance(size_t upto) {
+        const Turn turn(busy_);
         check_range(upto);
         nb::gil_scoped_release release;
         landed_ = upto;
@@ -248,6 +250,7 @@ public:
     }
 
     void copy(nb::object source, size_t upto) {
+        const Turn turn(busy_);
         const Buffer from(source, false);
         check_range(upto);
         if (from.nbytes != body_.nbytes) throw std::invalid_argument("the source has another length");
@@ -262,6 +265,7 @@ public:
 
     // Returns whether the other side has ended before all came. Throws OSError's C++ form.
     bool receive(int fd, size_t upto) {
+        const Turn turn(busy_);
         check_range(upto);
         int error = 0;
         bool ended = false;
@@ -289,6 +293,16 @@ public:
     }
 
 private:
+    // The GIL is given up meanwhile, so a second thread could come.
+    struct Turn {
+        explicit Turn(std::atomic<bool> &busy) : busy(busy) {
+            if (busy.exchange(true, std::memory_order_acquire))
+                throw std::runtime_error("another thread is at this body");
+        }
+        ~Turn() { busy.store(false, std::memory_order_release); }
+        std::atomic<bool> &busy;
+    };
+
     void check_range(size_t upto) const {
         if (upto < landed_ || upto > body_.nbytes)
             throw std::invalid_argument("bytes land in order, and within the body");
@@ -332,6 +346,7 @@ private:
     size_t layer_bytes_ = 0, landed_ = 0, good_layers_ = 0;
     int64_t bad_layer_ = -1;
     State state_;
+    std::atomic<bool> busy_{false};
 };
 
 std::vector<uint64_t> layer_checksums(nb::object body, uint64_t key, size_t layers, const std::string &level) {
@@ -356,7 +371,7 @@ std::vector<uint64_t> layer_checksums(nb::object body, uint64_t key, size_t laye
 }  // namespace
 
 void bind_checksum(nb::module_ &m) {
-    nb::class_<LayerCheck>(m, "LayerCheck", "See p2pcache.core.checksum.LayerCheck, the twin. Not thread-safe.")
+    nb::class_<LayerCheck>(m, "LayerCheck", "See p2pcache.core.checksum.LayerCheck, the twin. One thread at a time: RuntimeError.")
         .def(nb::init<nb::object, uint64_t, std::vector<uint64_t>, const std::string &>(), nb::arg("body"),
              nb::arg("key"), nb::arg("checksums"), nb::arg("level") = "")
         .def_prop_ro("landed_bytes", &LayerCheck::landed)

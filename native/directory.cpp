@@ -307,7 +307,8 @@ private:
 
     bool live(uint32_t id, uint64_t call, const nb::callable &is_live) {
         if (holders_[id].asked != call) {
-            const bool answer = nb::cast<bool>(is_live(holders_[id].text, holders_[id].number));
+            const int answer = PyObject_IsTrue(is_live(holders_[id].text, holders_[id].number).ptr());
+            if (answer < 0) nb::raise_python_error();
             holders_[id].live = answer;
             holders_[id].asked = call;
         }

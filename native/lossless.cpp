@@ -218,7 +218,8 @@ using Room = nb::ndarray<uint8_t, nb::shape<-1>, nb::c_contig, nb::device::cpu>;
 
 std::vector<uint64_t> encode(Bytes raw, size_t layers, Room out, const std::string &level_name) {
     const int level = simd::level_of(level_name);
-    if (!layers || raw.size() % (4 * layers))
+    size_t stride;  // bytes of one value of K and one of V in every layer
+    if (!layers || __builtin_mul_overflow(layers, size_t{4}, &stride) || raw.size() % stride)
         throw std::invalid_argument("no whole number of values a layer");
     if (out.size() < raw.size() + layers) throw std::invalid_argument("too little room for the encoded body");
     const size_t layer_bytes = raw.size() / layers;

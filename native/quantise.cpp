@@ -344,9 +344,21 @@ auto with_coder(const std::string &dtype, int bits, Fn &&f) {
 using Bytes = nb::ndarray<const uint8_t, nb::shape<-1>, nb::c_contig, nb::device::cpu>;
 using Room = nb::ndarray<uint8_t, nb::shape<-1>, nb::c_contig, nb::device::cpu>;
 
+constexpr size_t VALUES_MAX = size_t{1} << 48;
+
 size_t value_bytes(const std::string &dtype) { return dtype == "float32" ? 4 : 2; }
 
+// No size that is computed of a shape can wrap: each is a small multiple of the values.
+void check_values(const Shape &s, size_t layers) {
+    size_t values = 1;
+    bool wraps = false;
+    for (size_t count : {layers, s.tokens, s.kv_heads, s.head_dim})
+        wraps |= __builtin_mul_overflow(values, std::max(count, size_t{1}), &values);
+    if (wraps || values > VALUES_MAX) throw std::invalid_argument("a body of more values than memory can hold");
+}
+
 size_t checked_layer_bytes(const Shape &s, size_t layers, size_t nbytes, const std::string &dtype) {
+    check_values(s, layers);
     const size_t layer_bytes = 2 * s.tokens * s.channels() * value_bytes(dtype);
     if (!s.channels() || nbytes != layers * layer_bytes)
         throw std::invalid_argument("a body of another size");
@@ -392,6 +404,7 @@ int64_t decode(Bytes encoded, size_t layers, size_t tokens, size_t kv_heads, siz
 
 size_t layer_bytes(size_t tokens, size_t kv_heads, size_t head_dim, const std::string &dtype, int bits) {
     const Shape s{tokens, kv_heads, head_dim};
+    check_values(s, 1);
     return with_coder(dtype, bits, [&](auto, auto packed) { return packed.layer(s, value_bytes(dtype)); });
 }
 

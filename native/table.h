@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <stdexcept>
 #include <vector>
 
@@ -19,12 +20,21 @@ namespace p2pcache {
 constexpr uint32_t NONE = 0xFFFFFFFFu;  // no record
 constexpr size_t KEY_BYTES = 16;
 
+// Of this process alone: nobody else can choose keys that collide.
+inline uint64_t random_word() {
+    std::random_device random;
+    return uint64_t{random()} << 32 | random();
+}
+inline const uint64_t HASH_SEED[2] = {random_word(), random_word()};
+
 struct Key {
     uint64_t low, high;
     bool operator==(const Key &other) const { return low == other.low && high == other.high; }
-    // Keys are BLAKE3 digests already; the finaliser is for callers with plainer ones.
+    // Peers choose keys, so both halves are seeded before they meet; the finaliser is for plain keys.
     uint64_t hash() const {
-        uint64_t x = low ^ (high * 0x9E3779B97F4A7C15ull);
+        const unsigned __int128 product =
+            static_cast<unsigned __int128>(low ^ HASH_SEED[0]) * (high ^ HASH_SEED[1]);
+        uint64_t x = static_cast<uint64_t>(product) ^ static_cast<uint64_t>(product >> 64);
         x = (x ^ (x >> 33)) * 0xFF51AFD7ED558CCDull;
         return x ^ (x >> 33);
     }

@@ -27,6 +27,7 @@ from typing import Any
 
 from p2pcache.config import GIB, MIB, NodeConfig
 from p2pcache.discovery import sockets_here
+from p2pcache.io._nvme_files import SEGMENT_NAME, directory_problem
 from p2pcache.io.transport_ucx import ucx_facts, ucx_resources
 from p2pcache.types import ConfigError
 
@@ -51,6 +52,7 @@ SHM_BYTES_MIN = 1 * GIB  # Ray's object store lies there
 DASHBOARD = ("127.0.0.1", 8299)  # where `p2pcache start` puts it
 PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"  # read by the libucx wheel's loader
 UCX_VERSIONS = ((1, 19), (1, 21))  # ucxx 0.52 was built for these
+MEMINFO, MEMORY_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
 RDMA_DOC = "docs/rdma.md"
 
 
@@ -211,7 +213,7 @@ def check_nvme(
         yield Finding("nvme", OK, "no NVMe tier is set (nvme_path)")
         return
     if problem:
-        yield Finding("nvme", ERROR, f"{path} cannot be written to: {problem}", "set another nvme_path")
+        yield Finding("nvme", ERROR, f"{path} cannot be used: {problem}", "set another nvme_path")
         return
     text = f"{path}: {free_bytes / GIB:,.1f} GiB free, {needed_bytes / GIB:,.1f} GiB to be taken"
     if needed_bytes > free_bytes:
@@ -294,10 +296,15 @@ def rdma_devices() -> list[str]:
 
 
 def available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    """Memory that the host has left, or that this control group may have, if that is less; 0: unknown."""
+    found = []
+    with suppress(OSError):
+        for line in MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    with suppress(OSError, ValueError):  # none, or "max"
+        found.append(int(MEMORY_LIMIT.read_text()))
+    return min(found, default=0)
 
 
 def memfd_problem() -> str:
@@ -363,12 +370,14 @@ def nvme_state(path: str, capacity_bytes: int) -> tuple[str, str, int, int]:
     while not folder.exists() and folder != folder.parent:  # a node would make it
         folder = folder.parent
     try:
+        there = Path(path).is_dir()
+        if there and (problem := directory_problem(os.stat(path))):
+            return f"it {problem}", "", 0, 0
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".p2pcache-doctor-") as file:
             direct_problem = _direct_problem(file.name)
         free_bytes = shutil.disk_usage(folder).free
-        taken_bytes = (
-            sum(f.stat().st_blocks * 512 for f in Path(path).iterdir()) if Path(path).is_dir() else 0
-        )
+        segments = [f for f in Path(path).iterdir() if SEGMENT_NAME.fullmatch(f.name)] if there else []
+        taken_bytes = sum(f.stat().st_blocks * 512 for f in segments)
     except OSError as error:
         return error.strerror, "", 0, 0
     return "", direct_problem, free_bytes, max(capacity_bytes - taken_bytes, 0)

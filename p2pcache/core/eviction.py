@@ -61,7 +61,7 @@ class Queue:
     Invariant: what was set aside is colder than all that is linked, in the order of its number.
     """
 
-    __slots__ = ("_ends", "_number", "_pinned", "_ready", "_returned", "_waiting", "nbytes")
+    __slots__ = ("_ends", "_number", "_pinned", "_ready", "_returned", "_timed", "_waiting", "nbytes")
 
     def __init__(self) -> None:
         self._ends: Any = Entry()  # of a ring: its `newer` is the coldest, its `older` the hottest
@@ -71,6 +71,7 @@ class Queue:
         self._returned: dict[Entry, int] = {}  # ... which has ended
         self._ready: list[tuple[int, Entry]] = []  # heap of what returned
         self._pinned: list[tuple[float, int, Entry]] = []  # heap of pins' ends
+        self._timed: set[tuple[float, int]] = set()  # what is in it, without the entries
         self.nbytes = 0
 
     def __iter__(self) -> Iterator[Entry]:
@@ -109,7 +110,8 @@ class Queue:
     def coldest(self, now_s: float) -> Entry | None:
         """The coldest entry that is not held, left where it is."""
         while self._pinned and self._pinned[0][0] <= now_s:
-            _, number, entry = heapq.heappop(self._pinned)
+            until_s, number, entry = heapq.heappop(self._pinned)
+            self._timed.remove((until_s, number))
             if self._waiting.get(entry) == number:
                 self.settled(entry)
         while self._ready:
@@ -131,7 +133,9 @@ class Queue:
 
     def _set_aside(self, entry: Entry, number: int) -> None:
         self._waiting[entry] = number
-        if not entry.leases:
+        timed = entry.pinned_until_s, number
+        if not entry.leases and timed not in self._timed:
+            self._timed.add(timed)
             heapq.heappush(self._pinned, (entry.pinned_until_s, number, entry))
 
     def _unlink(self, entry: Entry) -> None:

@@ -128,6 +128,8 @@ class LogIndex:
         self._live: dict[ExactKey, Location] = {}
         self._by_content: dict[ContentKey, dict[ExactKey, Record]] = {}
         self._in_flight: dict[ExactKey, Placement] = {}
+        # Until the first `place`: the youngest dead record of each key, as (epoch, offset).
+        self._dead: dict[ExactKey, tuple[int, int]] = {}
 
     def __len__(self) -> int:
         """Committed records."""
@@ -184,6 +186,7 @@ class LogIndex:
     def place(self, record: Record) -> Placement | Already | NeedsReclaim:
         """Reserve a place for `record` behind the last one. Errors as for `room`."""
         exact = record.body.exact
+        self._dead.clear()
         needs = self.room(record)
         if exact in self._live or exact in self._in_flight:
             return Already(committed=exact in self._live)
@@ -279,7 +282,8 @@ class LogIndex:
         """Take in one segment as a scan found it: (offset, header) of that epoch, by offset.
 
         Called at most once a segment, in any order, before the first `place`. The youngest segment
-        that holds anything goes on being filled. Of two records of one exact key the younger counts.
+        that holds anything goes on being filled. Of two records of one exact key the younger counts, also
+        where it is dead: the older is an append that was cancelled when it was whole already.
         """
         segment = self._segments[number]
         segment.epoch = epoch
@@ -291,11 +295,15 @@ class LogIndex:
                 raise InvariantError(f"NVMe segment {number}: record at {offset} does not follow the last")
             segment.dead_bytes += end - segment.tail  # what a scan passed over, and this record for now
             segment.tail = end
-            if header.state is not State.COMMITTED:
+            exact, place = record.body.exact, (epoch, offset)
+            known = self._live.get(exact)
+            if known is not None and place < (known.epoch, known.offset):
                 continue
-            known = self._live.get(record.body.exact)
-            if known is None or (known.epoch, known.offset) < (epoch, offset):
-                self.drop(record.body.exact)
+            if header.state is State.DEAD:
+                self.drop(exact)
+                self._dead[exact] = max(self._dead.get(exact, place), place)
+            elif header.state is State.COMMITTED and self._dead.get(exact, place) <= place:
+                self.drop(exact)
                 segment.dead_bytes -= record.record_bytes
                 self._add(segment, Location(number, epoch, offset, record))
         if segment.tail == PAGE_BYTES:

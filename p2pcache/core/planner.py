@@ -292,4 +292,4 @@ class _Lines:
 
     def _line(self, rate: Rate, busy_bytes: int) -> _Line:
         latency_s, pace = rate.at(self._now_s)
-        return _Line(latency_s, pace, rate.caution, busy_bytes * pace)
+        return _Line(latency_s, pace, rate.caution_at(self._now_s), busy_bytes * pace)

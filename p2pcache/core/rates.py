@@ -56,11 +56,12 @@ class _Estimate:
     def at(self, usual: float, now_s: float) -> float:
         if self._in_use is None:
             return usual
-        age_s = now_s - self._measured_s - FRESH_S
-        if age_s <= 0:
-            return self._in_use
-        kept = 0.5 ** (age_s / self._fade_s)  # by ratio: rates differ by orders of magnitude
+        kept = self.kept(now_s)  # by ratio: rates differ by orders of magnitude
         return self._in_use**kept * usual ** (1 - kept)
+
+    def kept(self, now_s: float) -> float:
+        """The share of what was measured that still counts: 1 while fresh, then towards 0."""
+        return 0.5 ** (max(now_s - self._measured_s - FRESH_S, 0.0) / self._fade_s)
 
 
 class Rate:
@@ -84,13 +85,16 @@ class Rate:
         latency_s, pace = self.at(now_s)
         return latency_s + nbytes * pace
 
-    @property
-    def caution(self) -> float:
-        """By what factor 95 % of transfers stayed within what was expected: for who has a deadline."""
+    def caution_at(self, now_s: float) -> float:
+        """By what factor 95 % of transfers stayed within what was expected: for who has a deadline.
+
+        It fades with the age of the last measurement, as the pace does.
+        """
         if not self._strays:
-            return _CAUTION_MIN if self._usual is None else self._usual.caution
+            return _CAUTION_MIN if self._usual is None else self._usual.caution_at(now_s)
         strays = sorted(self._strays)
-        return min(max(strays[int(0.95 * len(strays))], _CAUTION_MIN), _CAUTION_MAX)
+        caution = min(max(strays[int(0.95 * len(strays))], _CAUTION_MIN), _CAUTION_MAX)
+        return _CAUTION_MIN * (caution / _CAUTION_MIN) ** self._pace.kept(now_s)
 
     def observe_latency(self, seconds: float, now_s: float) -> None:
         """Learn how long it took until bytes could come."""

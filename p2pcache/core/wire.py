@@ -41,6 +41,7 @@ PROTOCOL_VERSION = 3
 MESSAGE_BYTES_MAX = 16 << 20
 CHUNKS_MAX = 65_536
 BODIES_MAX = found.BODIES_MAX
+PREFILLS_MAX = 64  # of a report: each costs its reader about a millisecond
 ADOPT_MAX = 32
 HOLDERS_MAX = found.HOLDERS_MAX
 META_BYTES_MAX = 4096
@@ -320,7 +321,7 @@ OPS: dict[str, tuple[Check, Check]] = {
     # prefills: (tokens computed, tokens attended to in all, seconds) each
     "report": (
         _record(
-            prefill_tokens_per_s=_optional(_number), prefills=_list(_tuple(U31, U63, _number), CHUNKS_MAX)
+            prefill_tokens_per_s=_optional(_number), prefills=_list(_tuple(U31, U63, _number), PREFILLS_MAX)
         ),
         NONE,
     ),

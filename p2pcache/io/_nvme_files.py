@@ -200,6 +200,20 @@ def open_files(
     return files
 
 
+def directory_problem(status: os.stat_result) -> str:
+    """Why a directory of such a status is not to be a store's, or nothing."""
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}, not to this one"
+    if mode & 0o077:
+        # Not tightened here: it may be a directory that others need, named by mistake.
+        return (
+            f"is open to other users (mode {mode:o}): chmod 700 it, "
+            "or name a directory that does not exist yet"
+        )
+    return ""
+
+
 def _lock_directory(path: Path) -> int:
     """A locked file descriptor of the directory, which is made if need be."""
     try:
@@ -210,16 +224,8 @@ def _lock_directory(path: Path) -> int:
     except OSError as error:
         raise ConfigError(f"NVMe path {path} cannot be made or opened: {error.strerror}") from error
     try:
-        status = os.fstat(directory_fd)
-        mode = stat.S_IMODE(status.st_mode)
-        if status.st_uid != os.geteuid():
-            raise ConfigError(f"NVMe path {path} belongs to user {status.st_uid}, not to this one")
-        if mode & 0o077:
-            # Not tightened here: it may be a directory that others need, named by mistake.
-            raise ConfigError(
-                f"NVMe path {path} is open to other users (mode {mode:o}): chmod 700 it, "
-                "or name a directory that does not exist yet"
-            )
+        if problem := directory_problem(os.fstat(directory_fd)):
+            raise ConfigError(f"NVMe path {path} {problem}")
         fcntl.flock(directory_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(directory_fd)

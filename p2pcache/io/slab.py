@@ -28,6 +28,7 @@ _HEADER = struct.Struct("<8sIIQ16s")
 _MAGIC, _VERSION = b"p2pcache", 1
 _ROOM_LEFT_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 class MappedSlab:
@@ -36,6 +37,8 @@ class MappedSlab:
     def __init__(self, fd: int, nbytes: int, nonce: bytes, *, writable: bool):
         """Maps `fd` (which stays the caller's). Raises RemoteError unless it is the slab named by nonce."""
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        if not _sealed(fd):
+            raise RemoteError("the slab handed over is not sealed: its owner could cut it under this mapping")
         if os.fstat(fd).st_size != nbytes + HEADER_BYTES:
             raise RemoteError("the slab handed over has another size than announced")
         self._map = mmap.mmap(fd, nbytes + HEADER_BYTES, access=access)
@@ -81,9 +84,7 @@ class HostSlab(MappedSlab):
         try:
             os.posix_fallocate(self.fd, 0, nbytes + HEADER_BYTES)
             os.pwrite(self.fd, _HEADER.pack(_MAGIC, _VERSION, 0, nbytes, self.nonce), 0)
-            fcntl.fcntl(
-                self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            )
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | fcntl.F_SEAL_SEAL)
             super().__init__(self.fd, nbytes, self.nonce, writable=True)
         except OSError as error:
             os.close(self.fd)
@@ -158,6 +159,14 @@ def _receive(sock: socket.socket, nbytes: int, *, eof_ok: bool = False) -> bytes
             raise RemoteError("the node closed the connection")
         have += got
     return bytes(buffer)
+
+
+def _sealed(fd: int) -> bool:
+    """Whether nobody can change the size of a file any more."""
+    try:
+        return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
+    except OSError:  # no memfd
+        return False
 
 
 def _available_bytes() -> int:

@@ -79,7 +79,7 @@ class NvmeStore:
         self._reclaiming = asyncio.Lock()
         # Whose eviction list held which condemned segment: only they may have it reclaimed.
         self._told: dict[int, set[ExactKey]] = {}
-        self._closed = False
+        self._closing: asyncio.Future[None] | None = None
 
     @classmethod
     async def open(
@@ -124,11 +124,17 @@ class NvmeStore:
         return cls(index, files, pool, stats)
 
     async def close(self) -> None:
-        """Wait for IO under way, then let go of the files and the lock. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            await asyncio.to_thread(self._pool.shutdown)
-            self._files.close()
+        """Wait for IO under way, then let go of the files and the lock. Idempotent.
+
+        If cancelled, closing goes on, and another call waits for its end.
+        """
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().run_in_executor(None, self._shut)
+        await asyncio.shield(self._closing)
+
+    def _shut(self) -> None:
+        self._pool.shutdown()
+        self._files.close()
 
     @property
     def capacity_bytes(self) -> int:
@@ -274,7 +280,7 @@ class NvmeStore:
         if self._index.lookup(location.record.body.exact) is not location:
             return  # another reader found it out first
         self._index.drop(location.record.body.exact)
-        if self._closed:
+        if self._closing is not None:
             return
         header = encode_header(location.record, location.epoch, State.DEAD)
         try:
@@ -283,14 +289,17 @@ class NvmeStore:
             self._stats.write_errors += 1  # the next process will find the damage by itself
 
     async def _run(self, work: Callable[..., Any], *args: Any) -> Any:
-        """`work(stop, *args)` on the pool. If cancelled: stop it, and wait until it has."""
+        """`work(stop, *args)` on the pool. If cancelled: stop it, and wait until it has if it had begun."""
         self._check_open()
         stop = threading.Event()
-        running = asyncio.get_running_loop().run_in_executor(self._pool, work, stop, *args)
+        job = self._pool.submit(work, stop, *args)
+        running = asyncio.wrap_future(job)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
             stop.set()
+            if job.cancel():
+                raise  # it never began: nothing has touched the buffers
             while not running.done():
                 try:
                     await asyncio.wait([running])
@@ -300,7 +309,7 @@ class NvmeStore:
             raise
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closing is not None:
             raise NodeDown("the NVMe store has been closed")
 
 

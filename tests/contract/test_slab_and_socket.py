@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import fcntl
 import mmap
 import os
 import secrets
@@ -189,6 +190,26 @@ def test_nobody_can_resize_a_slab_under_its_mappings(slab: HostSlab) -> None:
     for size in (0, SLAB, 2 * SLAB):
         with pytest.raises(PermissionError):
             os.ftruncate(slab.fd, size)
+
+
+@pytest.mark.parametrize("seals", [None, 0, fcntl.F_SEAL_GROW, fcntl.F_SEAL_SHRINK])
+def test_a_slab_that_its_owner_could_resize_is_refused(slab: HostSlab, tmp_path: Path, seals) -> None:
+    if seals is None:  # a plain file
+        fd = os.open(tmp_path / "slab", os.O_RDWR | os.O_CREAT)
+    else:
+        fd = os.memfd_create("slab", os.MFD_ALLOW_SEALING)
+    try:
+        os.pwrite(fd, os.pread(slab.fd, HEADER_BYTES, 0), 0)
+        os.ftruncate(fd, SLAB + HEADER_BYTES)
+        if seals:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+        with pytest.raises(RemoteError, match="not sealed"):
+            MappedSlab(fd, SLAB, slab.nonce, writable=False)
+        if seals is not None:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            MappedSlab(fd, SLAB, slab.nonce, writable=False).unmap()
+    finally:
+        os.close(fd)
 
 
 def test_a_slab_with_another_nonce_or_size_is_refused(slab: HostSlab) -> None:

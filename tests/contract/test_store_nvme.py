@@ -602,6 +602,85 @@ def test_a_closed_store_says_so(tmp_path):
     asyncio.run(scenario())
 
 
+def test_a_close_that_is_cancelled_goes_on_and_the_next_one_waits_for_it(tmp_path):
+    async def scenario():
+        working, go_on = threading.Event(), threading.Event()
+
+        def slow(_piece, _write):
+            working.set()
+            go_on.wait()
+
+        async with opened(tmp_path) as store:
+            with tampered(store, slow):
+                task = asyncio.ensure_future(store.append(*make(1)))
+                await asyncio.to_thread(working.wait)
+                closing = asyncio.ensure_future(store.close())
+                await asyncio.sleep(0)
+                closing.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await closing
+                go_on.set()
+                assert await task is Appended.STORED
+            await store.close()
+            async with opened(tmp_path) as again:
+                assert await get(again, make(1)[0]) == make(1)[1]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_call_that_never_began_does_not_wait_for_a_thread(tmp_path):
+    async def scenario():
+        working, go_on = threading.Event(), threading.Event()
+
+        def slow(_piece, _write):
+            working.set()
+            go_on.wait()
+
+        async with opened(tmp_path, depth=1) as store:
+            record, body = make(1)
+            await put(store, record, body)
+            with tampered(store, slow):
+                first = asyncio.ensure_future(get(store, record))
+                await asyncio.to_thread(working.wait)
+                second = asyncio.ensure_future(get(store, record))
+                await asyncio.sleep(0)
+                second.cancel()
+                ended, _ = await asyncio.wait([second], timeout=10)
+                go_on.set()
+                assert ended == {second} and second.cancelled()
+                assert await first == body
+            assert await get(store, record) == body
+
+    asyncio.run(scenario())
+
+
+def test_a_dropped_record_does_not_come_back_from_an_append_cancelled_before(tmp_path):
+    async def scenario():
+        record, body = make(1)
+        async with opened(tmp_path) as store:
+            written, go_on, write = threading.Event(), threading.Event(), store._files.write_record
+
+            def whole_on_disk(*args):
+                write(*args)
+                written.set()
+                go_on.wait()
+
+            store._files.write_record = whole_on_disk
+            task = asyncio.ensure_future(store.append(record, body))
+            await asyncio.to_thread(written.wait)
+            task.cancel()
+            go_on.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            store._files.write_record = write
+            await put(store, record, body)
+            assert await store.drop(record.body.exact)
+        async with opened(tmp_path) as store:
+            assert store.lookup(record.body.exact) is None
+
+    asyncio.run(scenario())
+
+
 def test_another_cap_keeps_what_still_fits_and_another_segment_size_starts_afresh(tmp_path):
     async def scenario():
         await fill(tmp_path, range(60))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import xxhash
@@ -157,6 +158,24 @@ def test_a_check_refuses_what_does_not_fit():
         _native.LayerCheck(bytes(1000), 0, [1])  # nothing may be written there
     with pytest.raises(ValueError):
         _native.layer_checksums(bytes(1000), 0, 1, "no such level")
+
+
+def test_a_second_thread_is_turned_away():
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ThreadPoolExecutor(1) as pool:
+        first, rest = 256 << 10, 1000  # the first comes in one piece
+        body = bytearray(first + rest)
+        check = _native.LayerCheck(body, 0, [])
+        receiving = pool.submit(check.receive, ours.fileno(), len(body))
+        theirs.sendall(bytes(first))
+        while check.landed_bytes < first and not receiving.done():
+            pass
+        for call in (lambda: check.advance(first), lambda: check.copy(bytes(len(body)), len(body))):
+            with pytest.raises(RuntimeError, match="another thread"):
+                call()
+        theirs.sendall(bytes(rest))
+        receiving.result()
+        check.advance(len(body))
 
 
 def test_native_code_receives_up_to_where_it_is_told_and_says_when_the_other_side_has_ended():

@@ -279,6 +279,30 @@ def test_wrong_calls_are_named():
         encode(Lossless("avx1024"), body, layout, 32)
 
 
+@pytest.mark.parametrize("layers", [1 << 62, (1 << 61) + 1, 1 << 60, (1 << 64) - 1])
+@pytest.mark.parametrize("nbytes", [0, 8])
+def test_layers_whose_sizes_would_wrap_are_refused_by_native_code(layers: int, nbytes: int):
+    with pytest.raises(ValueError):
+        _native.lossless_encode(np.zeros(nbytes, np.uint8), layers, np.zeros(64, np.uint8))
+
+
+@pytest.mark.parametrize("huge", [1 << 49, 1 << 61, (1 << 62) + 1, (1 << 64) - 1])
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("other", [0, 1, 4])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_shapes_whose_sizes_would_wrap_are_refused_by_native_code(huge: int, place: int, other: int, bits):
+    shape = [other or 1] * 4  # layers, tokens, heads, channels of a head
+    shape[place - 1] = other  # an empty side hides no huge one
+    shape[place] = huge
+    nothing = np.zeros(0, np.uint8)
+    for call in (_native.quantise, _native.dequantise):
+        with pytest.raises(ValueError):
+            call(nothing, *shape, "bfloat16", bits, nothing)
+    if place:
+        with pytest.raises(ValueError):
+            _native.quantised_layer_bytes(*shape[1:], "bfloat16", bits)
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_every_truncation_and_extension_is_refused(name: str):
     layout, tokens = KVLayout(2, 1, 8, "bfloat16"), 20

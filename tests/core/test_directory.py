@@ -5,8 +5,11 @@ All of it is asked of the native table and of its twin in Python, and both are c
 
 from __future__ import annotations
 
+import os
+import struct
 import sys
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given, settings
@@ -368,6 +371,25 @@ def test_bad_names_times_and_limits_are_refused():
         directory.lookup(b"short", 0.0, anyone)
     with pytest.raises(ValueError):
         make(bodies_max=0)
+
+
+def test_who_is_live_is_told_by_any_truth():
+    directory = make()
+    directory.publish(Holder("a", 1, Tier.HOST), [(GOOD, 1)], 0.0)
+    assert directory.lookup(GOOD.content, 1.0, lambda name, incarnation: 7)
+    assert not directory.lookup(GOOD.content, 1.0, lambda name, incarnation: "")
+
+
+def test_keys_that_were_chosen_to_collide_cost_no_more_than_others():
+    def seconds(keys: list[bytes]) -> float:
+        directory, before = make(), time.process_time()
+        bodies = [(replace(GOOD, content=ContentKey(key)), 1) for key in keys]
+        directory.publish(Holder("a", 1, Tier.HOST), bodies, 0.0)
+        return time.process_time() - before
+
+    halves = [(i * 0x9E3779B97F4A7C15 % 2**64, i) for i in range(1, 20_001)]  # equal where unseeded
+    chosen = seconds([struct.pack("<QQ", *pair) for pair in halves])
+    assert chosen < 8 * seconds([os.urandom(16) for _ in halves])
 
 
 def test_what_says_who_is_live_cannot_change_what_is_being_read():

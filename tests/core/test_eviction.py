@@ -271,6 +271,22 @@ def test_those_set_aside_come_back_in_their_order():
     assert [put(tier, number)[0] for number in range(100, 105)] == [0, 1, 2, 3, 4]
 
 
+def test_using_a_pinned_body_again_and_again_takes_no_memory():
+    tier = HostTier(8 * ALIGN_BYTES, Lru)
+    put(tier, 0)
+    slot = tier.get(body(0).exact)
+    slot.pinned_until_s = 100.0
+    for _ in range(1000):
+        slot.leases += 1  # no use: it stays where it is
+        assert tier.victim(0.0) is None
+        tier.release(slot)
+        assert tier.victim(0.0) is None
+    assert len(slot.queue._pinned) == len(slot.queue._timed) == 1
+    slot.pinned_until_s = 200.0
+    assert tier.victim(100.0) is None
+    assert tier.victim(200.0) is slot and not slot.queue._pinned and not slot.queue._timed
+
+
 @POLICY
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.integers(1, 8), min_size=30, max_size=120))

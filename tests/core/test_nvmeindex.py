@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -212,6 +214,17 @@ class TestRestore:
             index.restore(number, number + 1, self.entries(number + 1, make_record(7, pages=number + 1)))
             index.validate()
         assert index.lookup(make_record(7).body.exact).segment == 1 and len(index) == 1
+
+    @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+    @pytest.mark.parametrize("again", [State.PENDING, State.COMMITTED])
+    def test_a_dead_record_hides_older_ones_of_its_key_and_no_younger(self, order, again):
+        index = make_index(4)
+        for number in order:
+            state = (State.COMMITTED, State.DEAD, again)[number]
+            index.restore(number, number + 1, self.entries(number + 1, make_record(7), state=state))
+            index.validate()
+        found = index.lookup(make_record(7).body.exact)
+        assert found.segment == 2 if again is State.COMMITTED else found is None
 
     def test_overlapping_records_are_our_own_fault(self):
         index = make_index(3)

@@ -77,7 +77,7 @@ def test_no_measurement_makes_a_rate_useless(seen: list[tuple[int, int, float]])
         rate.observe_latency(seconds, 0.0)
         rate.observe_late(max(nbytes, 0), lost, seconds, 0.0)
         rate.observe_shared(nbytes, seconds, 0.0)
-        assert 0 < rate.cost_s(MIB, 0.0) < math.inf and 1 <= rate.caution < math.inf
+        assert 0 < rate.cost_s(MIB, 0.0) < math.inf and 1 <= rate.caution_at(0.0) < math.inf
         assert rate.plain(0.0)["bytes_per_s"] > 0
 
 
@@ -117,7 +117,18 @@ def test_caution_follows_how_far_transfers_stray():
     for i in range(40):
         steady.observe(64 * MIB, 0.06, 0.0)
         wild.observe(64 * MIB, 0.06 * (3 if i % 10 == 0 else 1), 0.0)
-    assert steady.caution < wild.caution and 2.9 < wild.caution < 3.1
+    assert steady.caution_at(0.0) < wild.caution_at(0.0) and 2.9 < wild.caution_at(0.0) < 3.1
+
+
+def test_caution_fades_with_the_age_of_what_was_measured():
+    usual = Rate(*PRIOR)
+    rate = Rate(*PRIOR, usual)
+    for one in (usual, rate):
+        one.observe(64 * MIB, 0.06, 0.0)
+        one.observe(64 * MIB, 0.36, 0.0)
+    assert rate.caution_at(0.0) == rate.caution_at(FRESH_S) == 4.0
+    assert rate.caution_at(FRESH_S + FADE_S) == pytest.approx(math.sqrt(4.0 * 1.25))
+    assert rate.caution_at(30 * 86_400.0) == Rate(*PRIOR, usual).caution_at(30 * 86_400.0) == 1.25
 
 
 # -- many at once ----------------------------------------------------------------------------------

@@ -334,6 +334,7 @@ OVER = {
     "encoded bytes": ("pull.open", "r", {"tickets": [["ok", [*TICKET, ["lossless", -1, []]]]]}),
     "more than an encoded form": ("pull.open", "r", {"tickets": [["ok", [*TICKET, ["l", 1, []], 0]]]}),
     "list": ("release", "q", {"generations": [0] * (CHUNKS_MAX + 1)}),
+    "prefills": ("report", "q", {"prefill_tokens_per_s": None, "prefills": [[1, 0, 1.0]] * 65}),
     "descriptors": ("namespaces", "q", {"descriptors": [b""] * 257}),
     "descriptor": ("open", "q", {"descriptor": bytes((1 << 16) + 1)}),
     "bodies of a key": ("directory.lookup", "r", told(counts=b"\x09", bodies=RECORD * 9, holders=HELD * 9)),
@@ -415,6 +416,7 @@ def test_what_is_at_the_bounds_is_not():
         ("directory.lookup", "r", widest()),
         ("directory.lookup", "q", {"contents": bytes(16 * CHUNKS_MAX)}),
         ("open", "q", {"descriptor": bytes(1 << 16)}),
+        ("report", "q", {"prefill_tokens_per_s": None, "prefills": [[1, 0, 1.0]] * 64}),
         ("commit", "q", {"slots": [[1, [2**64 - 1] * 1024, bytes(4096)]]}),
     ):
         assert wire.decode(said(op, kind, content)).body == content

@@ -135,11 +135,35 @@ def test_nvme() -> None:
 def test_nvme_is_probed_where_a_node_would_make_it_and_nothing_is_left(tmp_path: Path) -> None:
     problem, _, free_bytes, needed_bytes = doctor.nvme_state(str(tmp_path / "a/b"), GIB)
     assert not problem and free_bytes and needed_bytes == GIB
-    (tmp_path / "segment").write_bytes(bytes(MIB))
-    os.sync()
-    assert doctor.nvme_state(str(tmp_path), GIB)[3] < GIB
-    assert os.listdir(tmp_path) == ["segment"]
+    for name in ("000000.seg", "notes.txt"):
+        with open(tmp_path / name, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, MIB)
+    taken_bytes = (tmp_path / "000000.seg").stat().st_blocks * 512
+    assert taken_bytes >= MIB
+    assert doctor.nvme_state(str(tmp_path), GIB)[3] == GIB - taken_bytes  # what is not a segment stays
+    assert sorted(os.listdir(tmp_path)) == ["000000.seg", "notes.txt"]
     assert doctor.nvme_state("/proc/nothing", GIB)[0]
+
+
+def test_a_folder_that_the_store_would_refuse_is_a_problem(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    state = doctor.nvme_state(str(tmp_path), GIB)
+    assert "mode 755" in state[0]
+    assert levels(doctor.check_nvme(str(tmp_path), *state)) == {"nvme": ERROR}
+
+
+def test_memory_is_what_the_host_and_the_control_group_both_grant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    monkeypatch.setattr(doctor, "MEMINFO", meminfo)
+    monkeypatch.setattr(doctor, "MEMORY_LIMIT", limit)
+    assert doctor.available_bytes() == 0
+    meminfo.write_text("MemTotal: 9999999 kB\nMemAvailable: 2048 kB\n")
+    assert doctor.available_bytes() == 2 * MIB
+    for text, expected in (("max\n", 2 * MIB), (f"{MIB}\n", MIB), (f"{GIB}\n", 2 * MIB)):
+        limit.write_text(text)
+        assert doctor.available_bytes() == expected
 
 
 def test_this_host(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
