@@ -21,6 +21,7 @@ from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.membership import Member
 from p2pcache.io import _tcp_holder, slab, transport_shm
 from p2pcache.io._pulls import Workers, join
+from p2pcache.io._tcp_pull import TcpPull
 from p2pcache.io._tcp_sockets import ANSWER, GONE, MAGIC, REQUEST, VERSION
 from p2pcache.io.ports import TicketGone, TransportError
 from p2pcache.io.slab import HostSlab
@@ -199,17 +200,25 @@ def test_tcp_reader_without_a_ticket_is_told_and_dropped() -> None:
     run(case)
 
 
-def test_tcp_ticket_of_many_spans_that_ends_is_gone() -> None:
-    """The holder hangs up on a stream that has asked ahead, and its reader still learns why."""
+def test_tcp_stream_that_asked_ahead_learns_why_the_holder_hung_up() -> None:
+    class HungUp:
+        asked = 0
+
+        def sendall(self, request: bytes) -> None:
+            self.asked += 1
+            if self.asked > 1:
+                raise BrokenPipeError
+
+        def recv(self, nbytes: int, flags: int) -> bytes:
+            return ANSWER.pack(MAGIC, VERSION, GONE, 0)
 
     async def case() -> None:
-        async with mesh(KINDS["tcp of 4 streams"], 64 * MIB) as m:
-            for _ in range(10):
-                ticket = m.tickets.grant(64 * MIB, layers=8)
-                m.tickets.revoke(ticket)
-                watched = start(m, ticket)
-                assert isinstance(await watched.done(), TicketGone)
-                await watched.settled()
+        ticket = FakeTickets(Memory(64 * MIB).view).grant(64 * MIB, layers=8)
+        pull = TcpPull("holder", ticket, Memory(64 * MIB).view, lambda _: None, streams_max=2)
+        sock: Any = HungUp()
+        with pytest.raises(TicketGone):
+            pull.fetch(sock, [])
+        assert sock.asked == 2
 
     run(case)
 
