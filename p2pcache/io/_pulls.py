@@ -104,6 +104,16 @@ class ThreadPull(LoopPull):
         self._begun = self._stopped = self._over = False
         self._error: Exception | None = None
 
+    def run_on(self, workers: Workers, job: Callable[[], None], times: int = 1) -> None:
+        """Queue `job`, fewer times where threads fail us; where none can be had, the pull has failed."""
+        for queued in range(times):
+            try:
+                workers.submit(job)
+            except RuntimeError as exc:
+                if not queued:
+                    self.finish(TransportError(f"{self.peer}: {exc}"))
+                return
+
     def begin(self) -> bool:
         """False where there is nothing left to do: abandoned, or done by other threads."""
         with self._lock:
@@ -162,14 +172,20 @@ class Workers:
         self._unfinished = 0
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job`, which does not raise, on some thread."""
+        """Run `job`, which does not raise, on some thread. Raises RuntimeError where none can be had."""
         with self._lock:
-            self._unfinished += 1
-            if len(self._threads) < min(self._unfinished, self._threads_max):
+            if len(self._threads) < min(self._unfinished + 1, self._threads_max):
                 name = f"{self._name}-{len(self._threads)}"
-                self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
-                self._threads[-1].start()
-        self._jobs.put(job)
+                thread = threading.Thread(target=self._work, name=name, daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:
+                    if not self._threads:
+                        raise
+                else:
+                    self._threads.append(thread)
+            self._unfinished += 1
+            self._jobs.put(job)
 
     def stop(self) -> list[threading.Thread]:
         """Threads leave when the jobs submitted so far are done. Returns them, to be joined."""
@@ -193,9 +209,11 @@ async def join(threads: list[threading.Thread]) -> None:
     joined = loop.create_future()
 
     def wait() -> None:
-        for thread in threads:
-            thread.join()
-        loop.call_soon_threadsafe(lambda: joined.done() or joined.set_result(None))
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            loop.call_soon_threadsafe(lambda: joined.done() or joined.set_result(None))
 
     waiter = threading.Thread(target=wait, name="p2pcache-join", daemon=True)
     waiter.start()

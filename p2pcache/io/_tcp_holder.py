@@ -123,8 +123,11 @@ class Holder:
                     log.exception("the tcp listener goes on after")
             if (now := time.monotonic()) >= swept_s + SWEEP_S:
                 swept_s = now
-                for connection in [c for c in self._idle if c.deadline_s < now]:
-                    self._drop(connection)
+                try:
+                    for connection in [c for c in self._idle if c.deadline_s < now]:
+                        self._drop(connection)
+                except Exception:
+                    log.exception("the tcp listener goes on after")
         self._selector.close()
         self._listener.close()
         close_all(connection.sock for connection in [*self._idle, *self._served])
@@ -149,8 +152,12 @@ class Holder:
 
     def _await_request(self, connection: _Connection) -> None:
         connection.deadline_s = time.monotonic() + (REQUEST_S if connection.inbox else IDLE_S)
+        try:
+            self._selector.register(connection.sock, selectors.EVENT_READ, partial(self._read, connection))
+        except OSError as exc:  # the kernel's memory or its limit on watches
+            log.warning("cannot watch a tcp reader: %s", exc)
+            return reset(connection.sock)
         self._idle[connection] = None
-        self._selector.register(connection.sock, selectors.EVENT_READ, partial(self._read, connection))
 
     def _take_back(self) -> None:
         os.eventfd_read(self._wake)
@@ -170,7 +177,13 @@ class Holder:
         self._forget(connection)
         with self._lock:
             self._serving.add(connection)
-        self._workers.submit(partial(self._serve, connection, request))
+        try:
+            self._workers.submit(partial(self._serve, connection, request))
+        except RuntimeError as exc:
+            log.warning("cannot serve a tcp reader: %s", exc)
+            with self._lock:
+                self._serving.discard(connection)
+            reset(connection.sock)
 
     def _drop_longest_idle(self) -> bool:
         if not self._idle:
@@ -188,35 +201,44 @@ class Holder:
 
     # On a worker's thread.
 
-    def _serve(self, connection: _Connection, request: _Request | None) -> None:
-        clean = False
+    def _serve(self, connection: _Connection, request: _Request) -> None:
+        """One answer. Who has asked again queues up again, so that nobody keeps a worker to himself."""
+        clean, following, hang_up = False, None, reset
         try:
-            while request is not None and not self._closing:
-                self._answer(connection.sock, request)
-                request = connection.receive()  # a stream asks ahead, so the next one is often here
-            clean = not self._closing
+            if not self._closing:
+                if self._answer(connection.sock, request):
+                    following = connection.receive()  # a stream asks ahead, so it is often here
+                    clean = True
+                else:
+                    hang_up = socket.socket.close  # which lets the refusal arrive
         except OSError as exc:
             log.debug("a tcp reader went away: %s", exc)
         except Exception:
             log.exception("serving a tcp reader failed on our side")
         with self._lock:
-            self._serving.discard(connection)
             if clean and not self._closing:
-                self._served.append(connection)
-                os.eventfd_write(self._wake, 1)
+                if following is not None:
+                    self._workers.submit(partial(self._serve, connection, following))
+                else:
+                    self._serving.discard(connection)
+                    self._served.append(connection)
+                    os.eventfd_write(self._wake, 1)
                 return
-        reset(connection.sock)
+            self._serving.discard(connection)
+        hang_up(connection.sock)
 
-    def _answer(self, sock: socket.socket, request: _Request) -> None:
+    def _answer(self, sock: socket.socket, request: _Request) -> bool:
+        """False: refused. No reader of ours asks on after that, so the connection ends with it."""
         body = self._tickets.begin(request.token)
         if body is None:
             sock.sendall(ANSWER.pack(MAGIC, VERSION, GONE, 0), socket.MSG_NOSIGNAL)
-            return
+            return False
         try:
             if body.nbytes == request.nbytes and request.start + request.count <= body.nbytes:
                 _send(sock, body, request.start, request.start + request.count)
-            else:
-                sock.sendall(ANSWER.pack(MAGIC, VERSION, BAD_RANGE, body.nbytes), socket.MSG_NOSIGNAL)
+                return True
+            sock.sendall(ANSWER.pack(MAGIC, VERSION, BAD_RANGE, body.nbytes), socket.MSG_NOSIGNAL)
+            return False
         finally:
             del body  # before `end`: whoever waits for it may want to unmap the slab
             self._tickets.end(request.token)

@@ -43,6 +43,7 @@ class Span:
     layer: int
     layers: int
     begun: bool = False  # the holder has answered
+    landed_bytes: int = 0  # here, right or not, once it is no longer received
     good_bytes: int = 0  # here and right
     check: LayerCheck | None = None  # while it is received
 
@@ -82,7 +83,7 @@ class TcpPull(ThreadPull):
     @property
     def landed_bytes(self) -> int:
         """Bytes that have come, right or not, also between two reports of progress."""
-        return sum(s.good_bytes if (check := s.check) is None else check.landed_bytes for s in self._spans)
+        return sum(s.landed_bytes if (check := s.check) is None else check.landed_bytes for s in self._spans)
 
     def take(self) -> Span | None:
         """The next span that no stream has; None where there is none left."""
@@ -106,23 +107,27 @@ class TcpPull(ThreadPull):
 
         Raises TransportError, TicketGone, CorruptBody, OSError.
         """
-        for span in taken:
-            self._ask(sock, span)
+        for index, span in enumerate(taken):
+            self._ask(sock, span, ahead=index > 0)
         while True:
             while len(taken) < ASKED_AHEAD and (span := self.take()) is not None:
                 taken.append(span)
-                self._ask(sock, span)
+                self._ask(sock, span, ahead=len(taken) > 1)
             if not taken:
                 return
             self._hear_answer(sock)
             self._receive(sock, taken[0])
             del taken[0]
 
-    def _ask(self, sock: socket.socket, span: Span) -> None:
-        ticket = self.ticket
-        sock.sendall(
-            REQUEST.pack(MAGIC, VERSION, ticket.token, ticket.nbytes, span.start, span.stop - span.start)
-        )
+    def _ask(self, sock: socket.socket, span: Span, ahead: bool) -> None:
+        """ahead: another answer is to come first."""
+        ticket, count = self.ticket, span.stop - span.start
+        try:
+            sock.sendall(REQUEST.pack(MAGIC, VERSION, ticket.token, ticket.nbytes, span.start, count))
+        except ConnectionError:
+            if not ahead:
+                raise
+            # A holder that refuses hangs up, and the answer that it gave says why.
 
     def _hear_answer(self, sock: socket.socket) -> None:
         """Raises TransportError, TicketGone, or OSError where the connection ended."""
@@ -148,15 +153,18 @@ class TcpPull(ThreadPull):
         sums = ticket.checksums[span.layer : span.layer + span.layers]
         body = self.dest[span.start : span.stop]
         check = span.check = layer_check(body, ticket.exact, sums, span.layer)
-        for upto in range(min(PROGRESS_BYTES, nbytes), nbytes + PROGRESS_BYTES, PROGRESS_BYTES):
-            self.check_wanted()
-            if _receive_into(sock, body, check, min(upto, nbytes)):
-                raise ConnectionResetError(
-                    f"connection closed after {check.landed_bytes:,} of {nbytes:,} bytes"
-                )
-            check_sound(check, self.peer)
-            self._tell(span, check.good_bytes)
-        span.check = None
+        try:
+            for upto in range(min(PROGRESS_BYTES, nbytes), nbytes + PROGRESS_BYTES, PROGRESS_BYTES):
+                self.check_wanted()
+                if _receive_into(sock, body, check, min(upto, nbytes)):
+                    raise ConnectionResetError(
+                        f"connection closed after {check.landed_bytes:,} of {nbytes:,} bytes"
+                    )
+                check_sound(check, self.peer)
+                self._tell(span, check.good_bytes)
+        finally:
+            span.landed_bytes = check.landed_bytes
+            span.check = None  # it refers to the destination, which the pull lets go of as it settles
 
     def _tell(self, span: Span, good_bytes: int) -> None:
         with self._telling:

@@ -129,7 +129,11 @@ class Engine:
         self._ucp: Any = None
         self._listener: Listener | None = None
         self.thread = threading.Thread(target=self._run, name="p2pcache-ucx", daemon=True)
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError:
+            os.close(self._wake)
+            raise
 
     def call(self, command: Callable[[], None]) -> bool:
         """Run `command` on the thread, soon. False: the thread has gone, and will not."""

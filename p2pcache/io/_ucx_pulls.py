@@ -68,9 +68,11 @@ class UcxPull(LoopPull):
                 return
             self._checking = True
         if self.ticket.nbytes > CHECKED_AT_ONCE_BYTES:
-            self._checkers.submit(self._check_arrived)
-        else:
-            self._check_arrived()
+            try:
+                return self._checkers.submit(self._check_arrived)
+            except RuntimeError as exc:
+                log.warning("the engine checks what arrives itself: %s", exc)
+        self._check_arrived()
 
     def finish(self, error: Exception | None) -> None:
         with self._lock:

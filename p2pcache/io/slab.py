@@ -18,6 +18,9 @@ import os
 import secrets
 import socket
 import struct
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from p2pcache.core import wire
 from p2pcache.core.membership import Member
@@ -100,20 +103,30 @@ class HostSlab(MappedSlab):
         os.close(self.fd)
 
 
-def attach(path: str, role: str, timeout_s: float) -> tuple[socket.socket, Member, MappedSlab]:
+def attach(
+    path: str,
+    role: str,
+    timeout_s: float,
+    using: Callable[[socket.socket], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> tuple[socket.socket, Member, MappedSlab]:
     """Connect to a node's socket and map its slab: role `engine` read-write, `peer` read-only.
 
-    Blocking. The caller owns the socket and keeps it open for as long as it uses the slab: its end
+    Blocking, for `timeout_s` in all; using: entered for that long, and may shut the socket down to end it.
+    The caller owns the socket and keeps it open for as long as it uses the slab: its end
     of file is how the node learns that this process is gone. Raises OSError or RemoteError.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(timeout_s)
+    deadline_s = time.monotonic() + timeout_s
     fds: list[int] = []
     try:
-        sock.connect(path)
-        send_frame(sock, wire.encode(wire.Message("q", 0, "attach", {"role": role})))
-        head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 1)
-        reply = wire.decode(_receive(sock, _frame_length(head)))
+        with using(sock):
+            sock.connect(path)
+            send_frame(sock, wire.encode(wire.Message("q", 0, "attach", {"role": role})))
+            _set_deadline(sock, deadline_s)
+            head, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, 1)
+            reply = wire.decode(_receive(sock, _frame_length(head), deadline_s=deadline_s))
+        sock.settimeout(timeout_s)
         if reply.kind != "r" or reply.op != "attach" or len(fds) != 1:
             raise RemoteError(
                 f"the node refused to hand over its slab: {reply.body.get('text', 'no reason')}"
@@ -148,10 +161,22 @@ def _frame_length(head: bytes) -> int:
     return length
 
 
-def _receive(sock: socket.socket, nbytes: int, *, eof_ok: bool = False) -> bytes:
+def _set_deadline(sock: socket.socket, deadline_s: float) -> None:
+    """For the next call on `sock`. Raises TimeoutError where it has passed."""
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("the node took too long to answer")
+    sock.settimeout(left_s)
+
+
+def _receive(
+    sock: socket.socket, nbytes: int, *, eof_ok: bool = False, deadline_s: float | None = None
+) -> bytes:
     buffer = bytearray(nbytes)
     view, have = memoryview(buffer), 0
     while have < nbytes:
+        if deadline_s is not None:
+            _set_deadline(sock, deadline_s)
         got = sock.recv_into(view[have:])
         if got == 0:
             if eof_ok and have == 0:

@@ -88,8 +88,8 @@ class TcpTransport:
             return pull
         self._pulls.add(pull)
         pull.settled.add_done_callback(lambda _: self._pulls.discard(pull))
-        for _ in range(pull.streams):
-            self._readers.submit(partial(self._run, pull, (peer.name, peer.incarnation, address)))
+        key = (peer.name, peer.incarnation, address)
+        pull.run_on(self._readers, partial(self._run, pull, key), pull.streams)
         return pull
 
     def description(self) -> dict[str, Any]:

@@ -113,7 +113,11 @@ class UcxTransport:
         if why or address is None:
             pull.finish(TransportError(f"{peer.name}: {why or f'no ucx address: {advertised!r}'}"))
             return pull
-        engine = self._running_engine()
+        try:
+            engine = self._running_engine()
+        except RuntimeError as exc:  # no thread for it
+            pull.finish(TransportError(f"{peer.name}: ucx does not run: {exc}"))
+            return pull
         idle = self._idle
         assert idle is not None
         arrival = Arrival(engine, idle, pull, (peer.name, peer.incarnation, address))

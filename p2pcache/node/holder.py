@@ -1,7 +1,8 @@
 """This node as a holder: leases to peers, one ticket a body, and the bytes behind a ticket.
 
 A ticket is a right to read one slot for a short time. It ends when the reader closes it or when its
-time is up, whichever is first; while a transport is sending from the slot, the slot stays leased
+time is up, whichever is first. A read that ends renews it, within limits: a large body over a slow
+link is read span by span. While a transport is sending from the slot, the slot stays leased
 even past that time, so a slow send can never carry bytes of the slot's next life.
 """
 
@@ -28,6 +29,7 @@ from p2pcache.types import ExactKey, Miss, TierFull
 _log = logging.getLogger(__name__)
 RETRY_MIN_S, RETRY_MAX_S = 0.005, 1.0
 SMOOTHING = 0.2
+RENEWED_LEASES_MAX = 6  # a ticket's whole life, in leases: a reader that asks on and on is stopped there
 
 
 @dataclass(slots=True)
@@ -122,6 +124,8 @@ class TicketOffice:
         with self._lock:
             ticket = self._open[bytes(token)]
             ticket.reading -= 1
+            renewed_s = min(self._loop.time() + self._config.remote_lease_s, self._last_s(ticket))
+            ticket.expires_s = max(ticket.expires_s, renewed_s)
             over = ticket.closed and not ticket.reading
         if over:
             self._loop.call_soon_threadsafe(self.close, [bytes(token)])
@@ -158,9 +162,17 @@ class TicketOffice:
         """Close what has run out. Returns how many."""
         now_s = self._loop.time()
         with self._lock:
-            over = [token for token, t in self._open.items() if t.expires_s <= now_s and not t.closed]
+            over = [
+                token
+                for token, t in self._open.items()
+                if not t.closed and (self._last_s(t) if t.reading else t.expires_s) <= now_s
+            ]
         self.close(over)
         return len(over)
+
+    def _last_s(self, ticket: _Open) -> float:
+        """When it ends however much it is read."""
+        return ticket.issued_s + RENEWED_LEASES_MAX * self._config.remote_lease_s
 
 
 class Holder:
