@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 EXTRAS := demo,serve,dev,ucx-cu13
 PYTEST := $(BIN)/python -m pytest
-BENCHES := pull lookup local_hit chunking nvme overhead codec planner replay
+BENCHES := pull lookup local_hit chunking nvme overhead codec pull_link planner replay
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -218,7 +218,7 @@ def _lines(
 
     def line(rate: Rate, busy_bytes: int, shared: bool) -> tuple[float, float, float, float, bool]:
         latency_s, pace = rate.at(now_s)
-        return latency_s, pace, rate.caution, busy_bytes * pace, shared
+        return latency_s, pace, rate.caution_at(now_s), busy_bytes * pace, shared
 
     lines, at = [], {me: _HERE}
     for name, _ in holders:
