@@ -55,6 +55,11 @@ class UcxPull(LoopPull):
         self._checking = False
         self._ended: tuple[Exception | None] | None = None
 
+    @property
+    def landed_bytes(self) -> int:
+        """Bytes that have come, right or not, also between two reports of progress."""
+        return self._arrived_bytes
+
     def _stop(self) -> None:
         self.stop()
 
