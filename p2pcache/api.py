@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
 
-from p2pcache.core.checksum import checksum_body
+from p2pcache.connection import Connection
 from p2pcache.core.chunking import Chunker, ContentChunker, as_tokens
 from p2pcache.core.keys import ChunkKeys, Namespace, body_key, chunk_keys
 from p2pcache.core.records import (
@@ -43,15 +41,14 @@ from p2pcache.core.wire import ANSWER, ASK
 from p2pcache.discovery import find_socket
 from p2pcache.io.link import Link, seconds
 from p2pcache.io.streams import Stream, default_stream
-from p2pcache.node.wireform import body_to_wire
-from p2pcache.replies import DTYPES, as_missed, fetched_chunks, holders_of, lookup_chunk, slab_bytes
+from p2pcache.replies import as_missed, fetched_chunks, holders_of, lookup_chunk, slab_bytes
 from p2pcache.results import Fetched, Lazy, Lookup, LookupChunk, Prefetch, SingleChunks, Stored
 from p2pcache.runs import mark_runs
+from p2pcache.storing import Writer, store_bodies, writer
 from p2pcache.types import (
     BodyInfo,
     ConfigError,
     DeadlineExceeded,
-    LayoutError,
     Match,
     Miss,
     NodeDown,
@@ -65,44 +62,10 @@ LOOKUP_BUDGET_S = 0.25
 FETCH_BUDGET_S = 5.0
 _LOOKUP_SHARE = 0.5  # of a deadline, what the lookup may take of it
 _REPLY_SHARE = 0.1  # and what is kept for replies to reach the caller
-_RECONNECT_S = 1.0
-_COMMIT_S = 1.0
 
 
-class Client:
+class Client(Connection):
     """A connection to this host's node. Reconnects by itself when the node has been restarted."""
-
-    def __init__(self, path: str | None, timeout_s: float, find: Callable[[], str] | None = None):
-        """path: None for a node that is not there yet. find: where the node is once the connection has
-        broken; default: on the same path.
-        """
-        if path is None and find is None:
-            raise ConfigError("a client needs a path, or a way to find one")
-        self.socket_path = path or ""
-        self.budget_s = timeout_s
-        self._find = find or (lambda: self.socket_path)
-        self._lock = threading.Lock()
-        self._link = Link(path, timeout_s) if path is not None else None
-        self._reconnecting = self._closed = False
-        self._retry_at_s = 0.0
-
-    @property
-    def node(self) -> str:
-        """The name of the node behind this connection; empty where there has been none yet."""
-        return self._link.member.name if self._link is not None else ""
-
-    def link(self) -> Link:
-        """The live link. Raises NodeDown at once where there is none; another is then looked for."""
-        with self._lock:
-            if self._link is not None and not self._link.broken:
-                return self._link
-            if self._closed:
-                raise NodeDown("this client has been closed")
-            if not self._reconnecting and time.monotonic() >= self._retry_at_s:
-                # Beside the caller: finding a node can take longer than a lookup may.
-                self._reconnecting = True
-                threading.Thread(target=self._reconnect, name="p2pcache-reconnect", daemon=True).start()
-        raise NodeDown("this process's node is down")
 
     def open(self, namespace: Namespace) -> Cache:
         """Open a namespace: the KV of one model, layout, dtype, adapter and tenant."""
@@ -116,7 +79,7 @@ class Client:
         0: unknown, then nothing is recomputed for being faster to compute than to fetch.
         """
         request = {"prefill_tokens_per_s": float(tokens_per_s), "prefills": []}
-        self._ask("report", request, self.budget_s)
+        self.ask("report", request, self.budget_s)
 
     def report_prefill(self, tokens: int, attended: int, seconds: float) -> None:
         """Tell the planner what one prefill took: it learns from these how fast this engine computes.
@@ -132,7 +95,7 @@ class Client:
     def namespaces(self, tenant: bytes | None = None) -> list[Namespace]:
         """The namespaces that were opened in the mesh, as this tenant's. Raises NodeDown."""
         found = []
-        for raw in self._ask("siblings", {"descriptor": b""}, self.budget_s)["descriptors"]:
+        for raw in self.ask("siblings", {"descriptor": b""}, self.budget_s)["descriptors"]:
             try:
                 found.append(Namespace.from_description(raw, tenant))
             except ConfigError:
@@ -141,39 +104,13 @@ class Client:
 
     def mesh(self, budget_s: float = 2.0) -> list[dict[str, Any]]:
         """The status of every node. Raises NodeDown, DeadlineExceeded."""
-        return self._ask("mesh", {"deadline_s": budget_s}, budget_s)["nodes"]
-
-    def close(self) -> None:
-        """End the connection and with it every lease. Fetched tensors must not be used any more."""
-        with self._lock:
-            self._closed = True
-            link = self._link
-        if link is not None:
-            link.close()
+        return self.ask("mesh", {"deadline_s": budget_s}, budget_s)["nodes"]
 
     def __enter__(self) -> Client:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _ask(self, op: str, body: dict[str, Any], budget_s: float) -> Any:
-        return self.link().call(op, body, budget_s)
-
-    def _reconnect(self) -> None:
-        link = None
-        try:
-            path = self._find()
-            link = Link(path, self.budget_s)
-        except Exception as error:  # whatever it is (Ray may raise anything), the next try is due
-            _log.info("still without a node: %s", error)
-        with self._lock:
-            self._reconnecting = False
-            self._retry_at_s = time.monotonic() + _RECONNECT_S
-            if link is not None and not self._closed:
-                self.socket_path, self._link, link = path, link, None
-        if link is not None:
-            link.close()
 
 
 def connect(socket: str | None = None, *, timeout_s: float = 5.0, required: bool = True) -> Client:
@@ -365,7 +302,7 @@ class Cache:
     def store(
         self,
         chunks: Sequence[ChunkKeys],
-        kv: torch.Tensor | Callable[[ChunkKeys, torch.Tensor], None],
+        kv: torch.Tensor | Writer,
         *,
         provenance: Provenance | Sequence[Provenance] = Provenance.IN_CONTEXT,
         offset: int = 0,
@@ -380,35 +317,18 @@ class Cache:
         Slots for all chunks are taken before the first is written: store a prompt that is larger than
         the host tier in parts. Raises LayoutError where the tensor is not what the namespace says.
         """
-        if isinstance(kv, torch.Tensor):
-            self._check(kv, chunks, offset)
-        elif not callable(kv):
-            raise LayoutError(f"kv is a tensor or a function that writes one, not {type(kv).__name__}")
         each = [provenance] * len(chunks) if isinstance(provenance, Provenance) else list(provenance)
         if len(each) != len(chunks):
             raise ConfigError(f"{len(each)} provenances for {len(chunks)} chunks")
-        bodies = [self.body(c, p) for c, p in zip(chunks, each, strict=True) if c.tokens > 0]
-        chunks = [c for c in chunks if c.tokens > 0]
-        if not bodies:
-            return Stored(0, 0, Counter())
-        budget_s = seconds(budget_s)
-        by_s = time.monotonic() + budget_s
-        refused: Counter[str] = Counter()
-        try:
-            link = self.client.link()
-            request = {"bodies": [body_to_wire(b) for b in bodies], "deadline_s": budget_s}
-            slots = link.call("reserve", request, budget_s)["slots"]
-            committed, resident, lost = self._write(link, chunks, bodies, slots, kv, offset, refused, by_s)
-        except (NodeDown, RemoteError) as error:
-            refused[Miss.DEADLINE if isinstance(error, DeadlineExceeded) else Miss.NODE_DOWN] += len(bodies)
-            return Stored(0, 0, refused, lambda _: False)
-        return Stored(committed, resident, refused, lambda wait_s: self._published(link, lost, wait_s))
+        write = writer(self.layout, kv, chunks, offset)
+        parts = [(c, self.body(c, p)) for c, p in zip(chunks, each, strict=True) if c.tokens > 0]
+        return store_bodies(self.client.link, self.layout, parts, write, seconds(budget_s))
 
     def pin(self, lookup: Lookup, ttl_s: float, *, budget_s: float = LOOKUP_BUDGET_S) -> int:
         """Keep what this node's host tier holds of a lookup from eviction. Returns how many chunks."""
         bodies = [c.body.exact for c in lookup.chunks if c.body is not None]
         try:
-            return self.client._ask("pin", {"bodies": bodies, "ttl_s": float(ttl_s)}, budget_s)["pinned"]
+            return self.client.ask("pin", {"bodies": bodies, "ttl_s": float(ttl_s)}, budget_s)["pinned"]
         except (NodeDown, RemoteError):
             return 0
 
@@ -455,87 +375,16 @@ class Cache:
             "deadline_s": budget_s,
             "bytes_within_s": within_s,
         }
-        reply = self.client._ask("lookup", request, budget_s)
+        reply = self.client.ask("lookup", request, budget_s)
         if len(reply["answers"]) // ANSWER.size != len(asked) // ASK.size:
             raise RemoteError("the node did not answer for every chunk")
         return reply
-
-    def _tensor(self, link: Link, offset: int, nbytes: int, tokens: int) -> torch.Tensor:
-        flat = torch.frombuffer(link.slab.view(offset, nbytes), dtype=DTYPES[self.layout.dtype])
-        return flat.view(self.layout.shape(tokens))
 
     def body(self, chunk: ChunkKeys, provenance: Provenance) -> BodyInfo:
         """How the KV of a chunk is named when it was computed so."""
         exact = body_key(self._key, chunk.exact, provenance)
         nbytes = self.layout.body_bytes(chunk.tokens)
         return BodyInfo(chunk.content, exact, chunk.tokens, nbytes, provenance, chunk.start)
-
-    def _check(self, kv: torch.Tensor, chunks: Sequence[ChunkKeys], offset: int) -> None:
-        layers, two, _, heads, dim = self.layout.shape(0)
-        shape = tuple(kv.shape)
-        if len(shape) != 5 or (shape[0], shape[1], shape[3], shape[4]) != (layers, two, heads, dim):
-            raise LayoutError(f"kv is {list(shape)}, expected [{layers}, 2, tokens, {heads}, {dim}]")
-        if kv.dtype is not DTYPES[self.layout.dtype]:
-            raise LayoutError(f"kv is {kv.dtype}, its namespace says {self.layout.dtype}")
-        if kv.device.type == "meta":
-            raise LayoutError("kv is on the meta device: it has no bytes")
-        if kv.layout is not torch.strided:
-            raise LayoutError(f"kv is of layout {kv.layout}, only strided tensors can be stored")
-        for c in chunks:
-            if not offset <= c.start <= c.stop <= offset + shape[2]:
-                raise LayoutError(
-                    f"chunk [{c.start}, {c.stop}) is outside the tokens [{offset}, {offset + shape[2]}) of kv"
-                )
-
-    def _write(
-        self,
-        link: Link,
-        chunks: Sequence[ChunkKeys],
-        bodies: Sequence[BodyInfo],
-        slots: Sequence[Sequence[Any]],
-        kv: torch.Tensor | Callable[[ChunkKeys, torch.Tensor], None],
-        offset: int,
-        refused: Counter[str],
-        by_s: float,
-    ) -> tuple[int, int, int]:
-        """Fill reserved slots and commit them. Returns (committed, resident before, lost before).
-
-        lost: how many batches to owners had been lost then, for `_published` to compare with.
-        """
-        resident, ready = 0, []
-        pending = {slot[2] for slot in slots if slot[0] == "ok"}
-        try:
-            with link.writing():
-                for chunk, body, (status, where, generation) in zip(chunks, bodies, slots, strict=True):
-                    if status == "resident":
-                        resident += 1
-                    elif status != "ok":
-                        refused[status] += 1
-                    else:
-                        out = self._tensor(link, where, body.nbytes, chunk.tokens)
-                        if isinstance(kv, torch.Tensor):
-                            out.copy_(kv[:, :, chunk.start - offset : chunk.stop - offset])
-                        else:
-                            kv(chunk, out)
-                        sums = checksum_body(
-                            link.slab.view(where, body.nbytes), body.exact, self.layout.layers
-                        )
-                        ready.append([generation, list(sums), b""])
-            # What is written is worth a moment: the caller's writer may have used up the budget.
-            left_s = max(by_s - time.monotonic(), _COMMIT_S)
-            reply = link.call("commit", {"slots": ready}, left_s)
-            pending.clear()
-            return reply["committed"], resident, reply["lost"]
-        finally:
-            if pending:  # the caller's own writer failed: nothing of it may stay
-                link.notify("abort", {"generations": list(pending)})
-
-    @staticmethod
-    def _published(link: Link, lost: int, budget_s: float) -> bool:
-        try:
-            return link.call("published", {"lost": lost}, budget_s)["told"]
-        except (NodeDown, RemoteError):
-            return False
 
 
 def _nothing(now: bool) -> None:

@@ -26,7 +26,18 @@ LAYERS = (
     {"node"},
     {"runtime"},
     {"metrics", "metrics_ray", "dashboard"},
-    {"results", "replies", "runs", "discovery", "api", "embedded", "actor", ""},  # "": the package itself
+    {
+        "results",
+        "replies",
+        "runs",
+        "discovery",
+        "connection",
+        "storing",
+        "api",
+        "embedded",
+        "actor",
+        "",
+    },  # "": the package itself
     {"supervisor", "mesh"},
     {"blend"},
     {"integrations", "demo", "serve", "top", "remote", "doctor"},

@@ -1097,7 +1097,7 @@ def test_a_client_whose_search_for_a_node_fails_oddly_searches_again(mesh: Calla
             raise RuntimeError("something that nobody thought of")
         return m.nodes[0].socket_path
 
-    monkeypatch.setattr("p2pcache.api._RECONNECT_S", 0.01)
+    monkeypatch.setattr("p2pcache.connection._RECONNECT_S", 0.01)
     client = Client(m.nodes[0].socket_path, PATIENCE_S, find_node)
     client.link().close()
     cache_works = lambda: find(client.open(NAMESPACE), prompt(64)).chunks[0].miss is Miss.ABSENT  # noqa: E731
