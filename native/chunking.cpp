@@ -1,9 +1,10 @@
 // Content-defined chunking of token runs with a Gear hash. The Python twin in
 // p2pcache/core/chunking.py is the oracle: both must cut alike, to the token.
 //
-// h = (h << 1) + mix(token): after 64 tokens a token has been shifted out, so whether a place is a
-// cut depends on the last 64 tokens alone and never on where the chunk began. That is what makes
-// a document's inner cuts the same at any offset, and what makes cuts meet again after an edit.
+// h = (h << 8) + mix(token): after 8 tokens a token has been shifted out, so whether a place is a
+// cut depends on the last 8 tokens alone and never on where the chunk began. That is what makes
+// a document's inner cuts the same at any offset, and what makes cuts meet again after an edit. The usual
+// shift by 1 would have a seam or an edit disturb the cuts of the next 64 tokens: tokens say more than bytes do.
 //
 // Source: Xia et al., "FastCDC" (2016), with tokens for bytes and a mixing function for its table.
 
@@ -27,15 +28,16 @@ inline uint64_t mix(uint32_t token) {
 }
 
 // Ends of the chunks, ascending; the last one is `count`. The hash runs over every token, those
-// before the minimum too: a place is judged by its own 64 tokens, whoever asks.
+// before the minimum too: a place is judged by its own 8 tokens, whoever asks.
 std::vector<int64_t> gear_cuts(const uint32_t *tokens, size_t count, size_t min_tokens,
                                uint64_t threshold, size_t max_tokens) {
     std::vector<int64_t> cuts;
     cuts.reserve(count / min_tokens + 1);
+    constexpr int shift = 8;
     uint64_t hash = 0;
     size_t start = 0;
     for (size_t i = 0; i < count; ++i) {
-        hash = (hash << 1) + mix(tokens[i]);
+        hash = (hash << shift) + mix(tokens[i]);
         const size_t length = i + 1 - start;
         if ((hash < threshold && length >= min_tokens) || length == max_tokens) {
             cuts.push_back(static_cast<int64_t>(i + 1));

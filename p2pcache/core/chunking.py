@@ -22,6 +22,7 @@ from p2pcache.types import ConfigError
 
 Span = tuple[int, int]
 TOKEN_MAX = 2**32 - 1
+_GEAR_SHIFT = 8  # bits a token; 64 of them hold 8 tokens
 
 
 class Chunker(Protocol):
@@ -79,7 +80,11 @@ class SegmentChunker:
 
 @dataclass(frozen=True, slots=True)
 class ContentChunker:
-    """Cuts where a Gear hash of the last 64 tokens is small (see `gear_cuts_py`)."""
+    """Cuts where a Gear hash of the last 8 tokens is small (see `gear_cuts_py`).
+
+    Of a known document the chunk across each of its two ends is not found again. So chunks should be short
+    beside documents: `ContentChunker(16, 64, 256)` where these have a few hundred tokens.
+    """
 
     min_tokens: int = 64
     average_tokens: int = 256
@@ -104,13 +109,13 @@ class ContentChunker:
 def gear_cuts_py(tokens: Sequence[int], min_tokens: int, threshold: int, max_tokens: int) -> list[int]:
     """The native chunker's twin: ends of chunks, the last one `len(tokens)`.
 
-    `h = 2h + mix(token)` modulo 2**64, so a token is shifted out after 64 more. The hash is never
+    `h = 256h + mix(token)` modulo 2**64, so a token is shifted out after 8 more. The hash is never
     reset: whether a place can be a cut does not depend on where the chunk before it ended.
     """
     cuts: list[int] = []
     hash_, start, mask = 0, 0, 2**64 - 1
     for i, token in enumerate(tokens, start=1):
-        hash_ = (2 * hash_ + _mix(int(token))) & mask
+        hash_ = ((hash_ << _GEAR_SHIFT) + _mix(int(token))) & mask
         if (hash_ < threshold and i - start >= min_tokens) or i - start == max_tokens:
             cuts.append(i)
             start = i

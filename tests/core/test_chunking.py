@@ -127,8 +127,8 @@ def test_chunk_sizes_keep_their_bounds_but_for_the_last(
     assert all(length <= high for length in lengths)
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(64, 300), st.integers(0, 3000), st.integers(0, 3000))
-def test_where_a_cut_may_be_depends_on_the_last_64_tokens_only(seed: int, low: int, a: int, b: int) -> None:
+@given(st.integers(0, 2**32 - 1), st.integers(8, 300), st.integers(0, 3000), st.integers(0, 3000))
+def test_where_a_cut_may_be_depends_on_the_last_8_tokens_only(seed: int, low: int, a: int, b: int) -> None:
     """Without a maximum, a cut in one prompt is one in the other, unless its minimum forbids it there."""
     document, chunker = prose(seed, 4000), ContentChunker(low, low + 100, 1_000_000)
     cuts = [
@@ -137,7 +137,7 @@ def test_where_a_cut_may_be_depends_on_the_last_64_tokens_only(seed: int, low: i
         for before in (a, b)
     ]
     for mine, other in (cuts, cuts[::-1]):
-        for cut in (c for c in mine if 64 <= c < len(document)):
+        for cut in (c for c in mine if 8 <= c < len(document)):
             assert cut in other or any(0 < cut - earlier < low for earlier in other)
 
 
@@ -175,6 +175,25 @@ def test_cuts_resynchronise_soon_after_a_seam() -> None:
     assert max(lost) <= 4 * 1024
 
 
+@pytest.mark.parametrize("sizes", [(64, 256, 1024), (16, 64, 256)])
+def test_documents_in_a_new_order_lose_about_one_chunk_at_each_of_their_ends(
+    sizes: tuple[int, int, int],
+) -> None:
+    chunker, rng = ContentChunker(*sizes), np.random.default_rng(1)
+    documents = [prose(seed, 2000) for seed in range(12)]
+
+    def contents(order: np.ndarray) -> list[bytes]:
+        prompt = np.concatenate([documents[i] for i in order])
+        return [prompt[a:b].tobytes() for a, b in chunker.spans(prompt)]
+
+    known = set(contents(np.arange(12)))
+    lost = edges = 0
+    for _ in range(50):
+        lost += sum(content not in known for content in contents(rng.permutation(12)[:6]))
+        edges += 7  # in front of each document, and behind the last
+    assert lost / edges <= 1.05
+
+
 @pytest.mark.parametrize("make", [prose, uniform])
 @pytest.mark.parametrize(
     "sizes", [(64, 256, 1024), (64, 200, 1024), (64, 512, 4096), (16, 100, 1000), (200, 201, 400)]
@@ -203,7 +222,7 @@ def test_cuts_are_the_same_in_every_process_and_every_release() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert outputs == {"16e218c87cb6c09e 397\n"}
+    assert outputs == {"6af337ff2e51a553 435\n"}
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 1), (0, 0), (3, 2)])
