@@ -19,21 +19,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from p2pcache.blend.forward import run_model
+from p2pcache.blend.attend import attend_masked, without_effect
+from p2pcache.blend.forward import layer_windows, run_model, using_attention
 from p2pcache.blend.sparse import decode, sparse_prefill
 from p2pcache.types import ConfigError, LayoutError
 
 ATTENTION_NAME = "p2pcache_ragged"
 PROBE_WINDOW_MAX = 512  # tokens; a longer sliding window is not reached by the probe
-# What models hand to their attention and what changes nothing for one query over its own tokens.
-_WITHOUT_EFFECT = frozenset(
-    """dropout is_causal sliding_window position_ids cache_position use_cache output_attentions
-    output_hidden_states return_dict""".split()
-)
 
 
 class BatchDecoder:
@@ -84,11 +79,11 @@ def decode_batch(model: Any, caches: Sequence[Cache], tokens: Sequence[int]) -> 
     """
     _check_batch(caches, tokens)
     config = model.config.get_text_config()
-    batch = _RaggedCache(caches, _windows(config))
+    batch = _RaggedCache(caches, layer_windows(config))
     device = model.get_input_embeddings().weight.device
     ids = torch.as_tensor(tokens, dtype=torch.int64, device=device)
     positions = torch.tensor([cache.get_seq_length() for cache in caches], device=device)
-    with _all_or_nothing(caches), _ragged_attention(config):
+    with _all_or_nothing(caches), using_attention(config, ATTENTION_NAME):
         return run_model(model, ids, positions, batch)
 
 
@@ -157,38 +152,19 @@ def _attend(
 
     Query heads of one KV head stand together as its queries, so that K and V are read once a KV head.
     """
-    unknown = sorted(
-        n for n, v in others.items() if n not in _WITHOUT_EFFECT and v is not None and v is not False
-    )
-    if not isinstance(key, _Rows) or attention_mask is not None or unknown:
-        raise ConfigError(
-            f"attention with {unknown or 'a mask, or over other than the batch'} is not batched"
-        )
+    without_effect(others)
+    if not isinstance(key, _Rows) or attention_mask is not None:
+        raise ConfigError("attention with a mask, or over other than the batch is not batched")
     heads, rows = query.shape[1], query.shape[2]
     grouped = query[0].unflatten(0, (key[0].shape[1], -1)).unbind(2)
     out = query.new_empty(1, rows, heads, value[0].shape[3])
     for row, (q, k, v) in enumerate(zip(grouped, key, value, strict=True)):
-        if softcap is None:
-            seen = scaled_dot_product_attention(q[None], k, v, scale=scaling)
-        else:  # Gemma 2; SDPA has none
-            scores = q[None] @ k.transpose(2, 3) * (scaling or q.shape[-1] ** -0.5)
-            scores = softcap * torch.tanh(scores / softcap)
-            seen = scores.softmax(dim=-1, dtype=torch.float32).to(v.dtype) @ v
+        seen = attend_masked(q[None], k, v, None, scaling, softcap)
         out[0, row] = seen.reshape(heads, -1)
     return out, None
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attend)
-
-
-@contextmanager
-def _ragged_attention(config: Any) -> Iterator[None]:
-    own = config._attn_implementation
-    config._attn_implementation = ATTENTION_NAME
-    try:
-        yield
-    finally:
-        config._attn_implementation = own
 
 
 @contextmanager
@@ -212,22 +188,11 @@ def _check_batch(caches: Sequence[Cache], tokens: Sequence[int]) -> None:
         raise LayoutError("a step takes each sequence once")
 
 
-def _windows(config: Any) -> list[int | None]:
-    """How many last tokens each layer sees, None for all; as `forward.attention_mask`. Raises ConfigError."""
-    layers = config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or None
-    kinds = getattr(config, "layer_types", None) or (["sliding_attention"] * layers)
-    unknown = set(kinds) - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise ConfigError(f"batched decoding knows full and sliding attention, not {sorted(unknown)}")
-    return [window if kind == "sliding_attention" else None for kind in kinds[:layers]]
-
-
 @torch.no_grad()
 def _why_not_ragged(model: Any) -> str:
     """Why a model's batched step is not the same as single ones, or "" where it is."""
     try:
-        windows = _windows(model.config.get_text_config())
+        windows = layer_windows(model.config.get_text_config())
         reach = max((w for w in windows if w and w <= PROBE_WINDOW_MAX), default=0)
         lengths = (reach + 9, 1, 4)
         vocabulary = model.get_input_embeddings().weight.shape[0]

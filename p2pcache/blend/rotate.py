@@ -110,6 +110,10 @@ class RopeSpec:
         """`rotate_keys` with this model's frequencies and pairing."""
         return rotate_keys(k, delta, self.inv_freq, out, interleaved=self.interleaved)
 
+    def layer(self, index: int) -> RopeSpec:
+        """How layer `index` turns its keys: all alike."""
+        return self
+
     def fingerprint(self) -> bytes:
         """32 bytes: BLAKE3 over the float64 bytes of every frequency, and the flags."""
         head = struct.pack("<?dI", self.interleaved, self.attention_scaling, len(self.inv_freq))
@@ -145,6 +149,22 @@ class RopeSpec:
             return False
         error = (self.rotate(near, PROBE_SHIFT).float() - far.float()).norm()
         return bool(error <= tolerance * far.float().norm())
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRopes:
+    """How a model turns its keys where its layers differ: one spec a layer."""
+
+    specs: tuple[RopeSpec, ...]
+
+    def layer(self, index: int) -> RopeSpec:
+        """How layer `index` turns its keys."""
+        return self.specs[index]
+
+    def fingerprint(self) -> bytes:
+        """32 bytes: BLAKE3 over the layers' fingerprints, in order. Never that of a single spec."""
+        body = b"".join(spec.fingerprint() for spec in self.specs)
+        return blake3.blake3(b"layers" + body, derive_key_context=FINGERPRINT_CONTEXT).digest()
 
 
 def length_dependent(model: Any) -> str:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pcache.blend.select import Piece, recompute_positions
+from p2pcache.blend.select import Piece, Rank, Selection, recompute_positions
 from p2pcache.types import ConfigError
 
 
@@ -88,3 +88,65 @@ def test_refuses_an_empty_prompt_and_a_negative_head() -> None:
         recompute_positions(0, [])
     with pytest.raises(ConfigError):
         recompute_positions(3, [], head_tokens=-1)
+
+
+@st.composite
+def selections(draw: st.DrawFn) -> Selection:
+    head = draw(st.sampled_from([0, 0, 1, 16]))
+    rank = draw(st.sampled_from(Rank))
+    if rank is Rank.NONE:
+        return Selection(head)
+    share = draw(st.integers(1, 1000)) / 1000
+    layer = draw(st.sampled_from([None, 1, 7])) if rank is not Rank.RANDOM else None
+    return Selection(head, share, rank, layer, seed=draw(st.integers(0, 9)) if rank is Rank.RANDOM else 0)
+
+
+@settings(deadline=None)  # shared cores: wall time says nothing
+@given(selections())
+def test_a_selection_reads_what_it_writes(selection: Selection) -> None:
+    assert Selection.parse(str(selection)) == selection
+
+
+@settings(deadline=None)  # shared cores: wall time says nothing
+@given(prompts(), selections(), st.integers(0, 1000))
+def test_a_share_of_inexact_tokens_with_the_highest_scores(prompt, selection, seed: int) -> None:
+    total, pieces = prompt
+    scores = np.random.default_rng(seed).integers(0, 20, total).astype(float)
+    got = set(selection.positions(total, pieces, scores).tolist())
+    fixed = set(recompute_positions(total, pieces, selection.head_tokens).tolist())
+    assert selection.fixed_positions(total, pieces).tolist() == sorted(fixed) and got >= fixed
+    inexact = {t for p in pieces if not p.exact for t in range(p.start, p.stop)}
+    candidates, extra = inexact - fixed, got - fixed
+    assert extra <= candidates
+    assert len(extra) == min(round(selection.share * len(inexact)), len(candidates))
+    if selection.needs_kv and extra and candidates - extra:
+        left = candidates - extra
+        assert min(scores[t] for t in extra) >= max(scores[t] for t in left)
+        least = min(scores[t] for t in extra)
+        equal = [t for t in candidates if scores[t] == least]
+        assert sorted(set(equal) & extra) == sorted(equal)[: len(set(equal) & extra)]  # the earlier ones
+
+
+def test_what_is_known_before_any_byte_arrives() -> None:
+    early = {text: not Selection.parse(text).needs_kv for text in ("none", "head-4", "random-1%", "query-1%")}
+    assert early == {"none": True, "head-4": True, "random-1%": True, "query-1%": False}
+    assert Selection.parse("deviation-v-15%@3") == Selection(0, 0.15, Rank.DEVIATION_V, 3)
+    assert Selection.parse("head-16+query-10%") == Selection(16, 0.1, Rank.QUERY)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "head", "head-", "query", "query-10", "query-x%", "query-1.1.1%", "tail-4", "deviation-0%",
+     "random-101%", "head-4+", "head-4query-1%", "+query-1%", "deviation-5%@0", "none+head-4"],
+)  # fmt: skip
+def test_refuses_text_that_is_no_selection(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Selection.parse(text)
+
+
+def test_refuses_a_ranking_without_scores() -> None:
+    with pytest.raises(ConfigError, match="score"):
+        Selection(0, 0.1, Rank.QUERY).positions(10, [Piece(0, 5, 3, exact=False)])
+    for fields in ((-1,), (0, 1.5, Rank.QUERY), (0, 0.1), (0, 0.0, Rank.QUERY), (0, 0.1, Rank.RANDOM, 3)):
+        with pytest.raises(ConfigError):
+            Selection(*fields)

@@ -9,7 +9,7 @@ import transformers
 
 from p2pcache.blend.quality import kl_divergence, top1_agreement
 from p2pcache.blend.rotate import RopeSpec
-from p2pcache.blend.select import Piece
+from p2pcache.blend.select import Piece, Selection
 from p2pcache.blend.sparse import decode, extract_kv, full_prefill, sparse_prefill
 from p2pcache.types import ConfigError, LayoutError
 
@@ -79,6 +79,18 @@ def close(got: torch.Tensor, want: torch.Tensor, atol: float = 1e-4) -> None:
     torch.testing.assert_close(got, want, atol=atol, rtol=0)
 
 
+def same_kv(got, want, start: int, stop: int, atol: float = 1e-4) -> None:
+    """Equal KV in these slots, but for those that no later token of a sliding layer sees."""
+    for mine, other in zip(got.layers, want.layers, strict=True):
+        kept = torch.ones(stop, dtype=torch.bool)
+        kept[: len(mine.holes)] = ~torch.from_numpy(mine.holes)[:stop]
+        kept[:start] = False
+        assert kept.any()
+        for axis in ("keys", "values"):
+            a, b = (getattr(layer, axis)[0, :, :stop][:, kept] for layer in (mine, other))
+            close(a, b, atol)
+
+
 def test_without_pieces_it_is_a_full_prefill(model) -> None:
     logits, cache = full_prefill(model, TOKENS)
     sparse = sparse_prefill(model, TOKENS, [], None, None)
@@ -95,7 +107,7 @@ def test_exact_pieces_change_nothing(model, spans) -> None:
     source = stored(cache, *spans)
     sparse = sparse_prefill(model, TOKENS, source.pieces, source, None)
     close(sparse.logits_last, logits)
-    close(extract_kv(sparse.cache, 0, 96), extract_kv(cache, 0, 96))
+    same_kv(sparse.cache, cache, 0, 96)
     assert source.asked == [0, 1, 2]
     assert sparse.recomputed[-1] == 95 and len(sparse.recomputed) == max(96 - sum(b - a for a, b in spans), 1)
 
@@ -174,10 +186,11 @@ def test_a_moved_piece_fills_its_place_turned_and_only_its_head_is_recomputed(mo
     sparse = sparse_prefill(model, prompt, source.pieces, source, rope, head_tokens=4)
     assert sparse.recomputed.tolist() == [*range(37), *range(73, 83)] and sparse.exact_tokens == 33
     body = source.items[0][1]
-    got = extract_kv(sparse.cache, 37, 73)
-    for layer in range(3):
-        assert torch.equal(got[layer, 0], rope.rotate(body[layer, 0, 4:], 13))
-        assert torch.equal(got[layer, 1], body[layer, 1, 4:])
+    for index, layer in enumerate(sparse.cache.layers):
+        kept = ~layer.holes[37:73]
+        want = rope.layer(index).rotate(body[index, 0, 4:], 13), body[index, 1, 4:]
+        for got, whole in zip((layer.keys, layer.values), want, strict=True):
+            assert torch.equal(got[0, :, 37:73].transpose(0, 1)[kept], whole[kept])
     _, full = full_prefill(model, prompt)
     close(extract_kv(sparse.cache, 0, 37), extract_kv(full, 0, 37))  # all that stands before it, and its head
 
@@ -192,7 +205,7 @@ def test_later_kv_never_reaches_earlier_tokens(model) -> None:
         sparse_prefill(model, prompt, [piece], Bodies((piece, b)), rope, head_tokens=8)
         for b in (body, changed)
     )
-    assert torch.equal(extract_kv(before.cache, 0, 43), extract_kv(after.cache, 0, 43))
+    same_kv(before.cache, after.cache, 0, 43, atol=0)
     assert not torch.equal(before.logits_last, after.logits_last)
 
 
@@ -201,6 +214,118 @@ def test_the_whole_head_recomputed_is_a_full_prefill(model) -> None:
     logits, _ = full_prefill(model, prompt)
     sparse = sparse_prefill(model, prompt, source.pieces, source, RopeSpec.from_model(model), head_tokens=40)
     close(sparse.logits_last, logits)
+
+
+SELECTIONS = ["none", "head-4", "deviation-30%", "deviation-v-30%@2", "query-30%", "query-30%@1",
+              "random-30%", "head-4+query-20%", "head-4+deviation-k-20%"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SELECTIONS)
+def test_every_selection_recomputes_its_share_and_what_is_not_covered(model, text: str) -> None:
+    prompt, source = moved_prompt(model)
+    rope, selection = RopeSpec.from_model(model), Selection.parse(text)
+    sparse = sparse_prefill(model, prompt, source.pieces, source, rope, selection=selection)
+    chosen = set(sparse.recomputed.tolist())
+    assert chosen >= set(selection.fixed_positions(len(prompt), source.pieces).tolist())
+    assert len(chosen) == 33 + 10 + selection.head_tokens + round(selection.share * 40)
+    assert source.asked == sorted(set(source.asked))  # in order, and once at most
+    # Whatever was chosen: the forward is that over a set that was known beforehand.
+    _, again = moved_prompt(model)
+    given = Given(sparse.recomputed)
+    same = sparse_prefill(model, prompt, again.pieces, again, rope, selection=given)
+    if not selection.rank.deviates:
+        close(same.logits_last, sparse.logits_last)
+        same_kv(same.cache, sparse.cache, 0, len(prompt))
+    decode(model, sparse.cache, [1, 2, 3])
+
+
+class Given(Selection):
+    """A selection of given positions."""
+
+    def __init__(self, positions: np.ndarray) -> None:
+        super().__init__()
+        object.__setattr__(self, "given", positions)
+
+    __slots__ = ("given",)
+
+    def positions(self, total, pieces, scores=None):
+        return self.given
+
+
+@pytest.mark.parametrize("text", ["deviation-100%", "deviation-100%@2", "query-100%", "random-100%"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_all_recomputed_is_a_full_prefill(model, text: str, masked: bool) -> None:
+    prompt, source = moved_prompt(model)
+    if masked and "query" in text:
+        pytest.skip("the model's own attention does not say what it looked at")
+    logits, cache = full_prefill(model, prompt)
+    selection, rope = Selection.parse(text), RopeSpec.from_model(model)
+    sparse = sparse_prefill(model, prompt, source.pieces, source, rope, selection=selection, masked=masked)
+    close(sparse.logits_last, logits)
+    close(extract_kv(sparse.cache, 0, 83), extract_kv(cache, 0, 83))
+    assert sparse.recomputed.tolist() == list(range(83))
+
+
+@pytest.mark.parametrize("text", ["head-6", "deviation-25%", "head-4+deviation-25%@2", "random-50%"])
+def test_blocks_attend_as_one_mask_does(model, text: str) -> None:
+    selection, rope = Selection.parse(text), RopeSpec.from_model(model)
+    ours, masked = (
+        sparse_prefill(model, prompt, source.pieces, source, rope, selection=selection, masked=flag)
+        for flag in (False, True)
+        for prompt, source in [moved_prompt(model)]
+    )
+    assert ours.recomputed.tolist() == masked.recomputed.tolist()
+    close(ours.logits_last, masked.logits_last)
+    same_kv(ours.cache, masked.cache, 0, 83)
+    assert model.config._attn_implementation in ("sdpa", "eager")
+
+
+def test_deviation_finds_the_tokens_whose_kv_is_wrong(model) -> None:
+    prompt, source = moved_prompt(model)
+    rope, spoilt = RopeSpec.from_model(model), source.items[0][1].clone()
+    spoilt[:, 1, [3, 17, 30]] += 5
+    for text, wrong in (("deviation-7.5%", True), ("deviation-v-7.5%", True), ("deviation-k-7.5%", False)):
+        bodies = Bodies((source.pieces[0], spoilt))
+        sparse = sparse_prefill(model, prompt, bodies.pieces, bodies, rope, selection=Selection.parse(text))
+        assert ({36, 50, 63} <= set(sparse.recomputed.tolist())) == wrong
+
+
+def test_deviation_needs_no_inexact_kv_of_the_layers_before(model) -> None:
+    prompt, source = moved_prompt(model)
+    rope = RopeSpec.from_model(model)
+    sparse_prefill(model, prompt, source.pieces, source, rope, selection=Selection.parse("deviation-10%@2"))
+    assert source.asked == [2]
+
+
+def test_a_query_ranks_what_the_question_attends_to(llama) -> None:
+    """Ranked by the whole attention of an eager model over the same KV."""
+    prompt, source = moved_prompt(llama)
+    rope = RopeSpec.from_model(llama)
+    sparse = sparse_prefill(
+        llama, prompt, source.pieces, source, rope, selection=Selection.parse("query-20%")
+    )
+    plain = sparse_prefill(llama, prompt, source.pieces, source, rope, selection=Selection())
+    mass = attention_of_the_last(llama, prompt, plain.cache, 10)
+    want = set((mass[33:73].topk(8).indices + 33).tolist())
+    assert set(sparse.recomputed.tolist()) - set(plain.recomputed.tolist()) == want
+
+
+def attention_of_the_last(llama, prompt, cache, count: int) -> torch.Tensor:
+    """Attention mass `[slots]` of a prompt's last tokens over a cache, by the model's eager attention."""
+    n = len(prompt)
+    past = transformers.DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        past.update(layer.keys[:, :, : n - count], layer.values[:, :, : n - count], index)
+    eager = transformers.LlamaForCausalLM(
+        llama.config.__class__(**(SHAPE | {"attn_implementation": "eager"}))
+    )
+    eager.load_state_dict(llama.state_dict())
+    with torch.no_grad():
+        out = eager.eval()(
+            input_ids=torch.from_numpy(prompt[None, n - count :]),
+            position_ids=torch.arange(n - count, n)[None], cache=past, output_attentions=True,
+        )  # fmt: skip
+    return sum(layer[0].mean(dim=(0, 1)) for layer in out.attentions)
 
 
 def test_bodies_of_another_dtype_are_converted(llama) -> None:
