@@ -28,6 +28,7 @@ import torch
 
 from p2pcache.core.checksum import checksum_body
 from p2pcache.core.chunking import Chunker, ContentChunker, as_tokens
+from p2pcache.core.coding import layout_meta
 from p2pcache.core.keys import ChunkKeys, Namespace, body_key, chunk_keys
 from p2pcache.core.records import (
     asked_tokens,
@@ -203,6 +204,7 @@ class Cache:
         self.namespace = namespace
         self.layout = namespace.layout
         self._key = namespace.key()
+        self._meta = layout_meta(namespace.layout)  # of every body: for codecs that change values
         self._announced: Link | None = None
         self._announce(wait=True)
 
@@ -520,7 +522,7 @@ class Cache:
                         sums = checksum_body(
                             link.slab.view(where, body.nbytes), body.exact, self.layout.layers
                         )
-                        ready.append([generation, list(sums), b""])
+                        ready.append([generation, list(sums), self._meta])
             # What is written is worth a moment: the caller's writer may have used up the budget.
             left_s = max(by_s - time.monotonic(), _COMMIT_S)
             reply = link.call("commit", {"slots": ready}, left_s)

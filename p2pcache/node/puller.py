@@ -17,6 +17,7 @@ from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.flight import Flights
 from p2pcache.core.flight import Ticket as FlightTicket
 from p2pcache.core.membership import Member, View
+from p2pcache.core.nvmelog import Record
 from p2pcache.core.planner import Costs
 from p2pcache.core.rates import Meter
 from p2pcache.core.tiers import Slot
@@ -258,7 +259,8 @@ class Puller:
                     await asyncio.shield(pull.done)
                     metered.progress(ticket.nbytes)  # the end needs no report
                 if coding is not None and encoded is not None:
-                    await self._coder.unpack("wire", coding, encoded, body, checksums, dest)
+                    record = Record(body, checksums, ticket.meta)
+                    await self._coder.unpack("wire", coding, encoded, record, dest)
             slot = self._residency.commit(slot, checksums, ticket.meta, replica=True)
         except BaseException as error:
             if pull is not None:
