@@ -83,7 +83,6 @@ class Puller:
         self._transports = {t.name: t for t in transports}
         self._residency = residency
         self._coder = coder
-        self._codecs = () if config.wire_codec == "none" else (config.wire_codec,)
         self.inbox = Inbox(config.pull_bytes_in_flight_max)
         self._costs = costs
         self._counters = counters
@@ -317,7 +316,8 @@ class Puller:
     # -- tickets, many a message -----------------------------------------------------------------
 
     async def _open(self, peer: Member, transport: str, body: BodyInfo, deadline_s: float) -> Leave | Refusal:
-        codecs = () if transport == "shm" else self._codecs
+        pace_s = self._costs.rate(transport, peer.name).at(self._loop.time())[1]
+        codecs = self._coder.taken(transport, peer.name, pace_s)
         batch = self._opening.get((peer.name, transport))
         if batch is None:
             batch = _Batch()

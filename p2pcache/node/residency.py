@@ -312,8 +312,9 @@ class Residency:
         for attempt in range(_ROOM_TRIES):
             for gone in await self._nvme.make_room(record):
                 self._counters["nvme_evicted"] += 1
-                self._stand_ins.discard(gone.exact)
-                if self.tier.get(gone.exact) is None:
+                if gone.exact in self._stand_ins:  # nobody was told of it
+                    self._stand_ins.discard(gone.exact)
+                elif self.tier.get(gone.exact) is None:
                     self.on_gone(gone)
             try:
                 await self._nvme.append(record, body)

@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+import tracemalloc
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,11 @@ import torch
 
 from p2pcache import EmbeddedMesh, FixedChunker, KVLayout, Match, Miss, Namespace, NodeConfig, Source, codecs
 from p2pcache.api import Cache
+from p2pcache.core.tiers import Slot
 from p2pcache.embedded import KVCacheManager
 from p2pcache.io.transport_ucx import ucx_available
 from p2pcache.metrics import samples
+from p2pcache.node import outbox
 from p2pcache.node.inbox import Inbox
 from p2pcache.node.wireform import body_to_wire, leave_from_wire
 from p2pcache.runtime import NodeRuntime
@@ -607,6 +611,95 @@ def test_who_cannot_or_need_not_is_sent_raw_bodies(mesh: Callable, settings: lis
     fetch_exact(m.cache(1), run, kv, Source.PEER)
     assert [m.coded(i, "wire", way)[0] for i in (0, 1) for way in ("encode", "decode")] == [0] * 4
     at_rest_on_the_wire(m)
+
+
+def test_auto_encodes_over_a_line_that_is_slow_and_not_over_a_fast_one(mesh: Callable) -> None:
+    m = mesh(*[{"wire_codec": "auto", "transports": ("tcp",)}] * 2)
+    kv, reader = {}, m.nodes[1].node
+    for seed in range(4):
+        kv[seed] = keep(m.cache(0), prompt(64, seed))
+    fetch_exact(m.cache(1), prompt(64, 0), kv[0], Source.PEER)  # raw, while speeds are being measured
+    until(lambda: reader.coder._decode.seconds is not None, "the codec's speed has been measured")
+    line = reader.costs.rate("tcp", "n0")
+
+    def at(bytes_per_s: float) -> None:
+        for _ in range(5):
+            line.observe(MIB, MIB / bytes_per_s, reader._loop.time())
+
+    at(1e12)
+    fetch_exact(m.cache(1), prompt(64, 1), kv[1], Source.PEER)
+    assert m.coded(1, "wire", "decode")[0] == 0
+    assert m.status(1)["codecs"]["wire"] == [{"way": "tcp", "peer": "n0", "encoded": False}]
+    at(1e6)
+    fetch_exact(m.cache(1), prompt(64, 2), kv[2], Source.PEER)
+    assert m.coded(1, "wire", "decode")[0] == 1
+    assert m.status(1)["codecs"]["wire"] == [{"way": "tcp", "peer": "n0", "encoded": True}]
+    at(1e12)
+    fetch_exact(m.cache(1), prompt(64, 3), kv[3], Source.PEER)
+    assert m.coded(1, "wire", "decode")[0] == 1
+    at_rest_on_the_wire(m)
+
+
+def test_a_parcel_counts_for_what_it_takes_whatever_its_layers() -> None:
+    """Of a body that is not worth encoding only the names stay, and those grow with the layers."""
+    body = BodyInfo(ContentKey(bytes(16)), ExactKey(bytes(16)), 1, 1024 * 4)
+    slot = Slot(body, 0, 1)
+    tracemalloc.start()
+    try:
+        parcels, before = {}, tracemalloc.get_traced_memory()[0]
+        for i in range(50):
+            slot.fill(tuple(range((i + 1) << 40, ((i + 1) << 40) + 1024)), b"")
+            parcels[slot.exact, slot.checksums] = tuple(n + 1 for n in slot.checksums)
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken / 50 <= outbox._overhead_bytes(slot)
+
+
+def test_room_for_a_parcel_is_made_without_a_look_at_all_others(mesh: Callable) -> None:
+    m = mesh(WIRE)
+    box = m.nodes[0].node.desk.outbox
+
+    class Counted(OrderedDict):
+        looks = 0
+
+        def items(self):  # noqa: ANN202
+            for item in super().items():
+                Counted.looks += 1
+                yield item
+
+    async def fill() -> None:
+        done = asyncio.get_running_loop().create_future()
+        box._parcels = Counted((i, outbox.Parcel(done, 1)) for i in range(1000))
+        box.nbytes = 1000
+        assert box._make_room(10) and Counted.looks == 0
+        assert box._make_room(box._bytes_max - 990) and Counted.looks == 10 and len(box._parcels) == 990
+        box._parcels.clear()
+        box.nbytes = 0
+
+    m.nodes[0].call(fill())
+
+
+def test_what_has_not_begun_is_not_waited_for_when_it_is_cancelled(mesh: Callable) -> None:
+    m = mesh(WIRE | {"codec_workers": 1})
+    coder, gate, begun = m.nodes[0].node.coder, threading.Event(), threading.Event()
+
+    def long() -> None:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+
+    async def cancel() -> None:
+        first = asyncio.ensure_future(coder._run(long))
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
+        second = asyncio.ensure_future(coder._run(lambda: pytest.fail("it was cancelled")))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait([second])
+        assert second.cancelled() and not first.done()
+        gate.set()
+        await first
+
+    m.nodes[0].call(cancel())
 
 
 def test_encoded_bodies_are_kept_within_a_cap(mesh: Callable) -> None:
