@@ -31,6 +31,8 @@ EXACT_CODECS = ("lossless",)
 LOSSY_CODECS = ("int8", "int4")
 DTYPE_IDS = {"bfloat16": 1, "float16": 2, "float32": 3}
 """Of dtypes that a codec may work on."""
+CHANNELS_MAX = 1 << 18
+"""Of one layer's K: a coder needs about 40 bytes for each, whatever a stranger says of a body."""
 _LAYOUT_MARK = 0xC1
 _LAYOUT = struct.Struct("<BBHI")
 
@@ -93,7 +95,7 @@ def layout_of(body: BodyInfo, layers: int, meta: bytes) -> KVLayout | None:
         return None
     _, dtype_id, heads, dim = _LAYOUT.unpack(meta)
     dtype = next((name for name, number in DTYPE_IDS.items() if number == dtype_id), None)
-    if dtype is None:
+    if dtype is None or heads * dim > CHANNELS_MAX:
         return None
     try:
         layout = KVLayout(layers, heads, dim, dtype)

@@ -166,9 +166,9 @@ class Coder:
 
     async def _try_out(self) -> None:
         """Measure this host's speed once, on values of a body's kind, where no body has shown it yet."""
-        raw, body, sums = _trial_body()
-        dest = codecs.page_aligned(body.nbytes)
         try:
+            (raw, body, sums), _ = await self._run(_trial_body)
+            dest = codecs.page_aligned(body.nbytes)
             for timed in (False, True):  # the first time memory is new, which says nothing of the codec
                 packed, encode_s = await self._run(
                     lambda: codecs.pack(WIRE_CODEC, raw, body, sums, saving_min=0.0)

@@ -7,6 +7,7 @@ first. That a body is not worth encoding is remembered as well.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -15,8 +16,9 @@ from p2pcache.core.nvmelog import Record
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Slab
 from p2pcache.node.coder import Coder
-from p2pcache.types import ExactKey
+from p2pcache.types import ExactKey, P2PCacheError
 
+_log = logging.getLogger(__name__)
 PARCEL_BYTES, LAYER_BYTES = 2048, 112
 """What a parcel takes besides its bytes at most: a place in the table, and two checksums a layer."""
 _Key = tuple[ExactKey, tuple[int, ...]]  # one exact key may come again with other bits
@@ -63,6 +65,8 @@ class Outbox:
                 await self._fill(key, parcel, slot)
             else:
                 await asyncio.wait([parcel.ready])
+        except (P2PCacheError, MemoryError) as error:
+            _log.warning("a body is sent as it is: %s", error)
         except BaseException:
             self.give_back(parcel)
             raise

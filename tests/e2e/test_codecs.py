@@ -25,7 +25,7 @@ from p2pcache.node import outbox
 from p2pcache.node.inbox import Inbox
 from p2pcache.node.wireform import body_to_wire, leave_from_wire
 from p2pcache.runtime import NodeRuntime
-from p2pcache.types import BodyInfo, ConfigError, ContentKey, ExactKey, Provenance, Tier
+from p2pcache.types import BodyInfo, ConfigError, ContentKey, ExactKey, NodeDown, Provenance, Tier
 from tests.fault.node_process import PATIENCE_S, at_rest, state, until
 
 MIB = 1 << 20
@@ -768,6 +768,34 @@ def test_an_encoding_that_fails_costs_the_encoding_and_not_the_body(
         outbox.give_back(parcel)
 
     m.nodes[0].call(first_gives_up())
+
+
+@pytest.mark.parametrize("error", [MemoryError("no memory"), NodeDown("closed")])
+def test_a_body_that_cannot_be_encoded_is_sent_as_it_is(
+    mesh: Callable, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    m = mesh(*[WIRE | {"transports": ("tcp",)}] * 2)
+    run = prompt(128)
+    kv = keep(m.cache(0), run)
+
+    async def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(m.nodes[0].node.coder, "pack", fails)
+    fetch_exact(m.cache(1), run, kv, Source.PEER)
+    assert m.status(0)["wire_codec_bytes"]["out"] == 0
+    at_rest_on_the_wire(m)
+
+
+def test_a_buffer_that_there_is_no_memory_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(nbytes: int) -> memoryview:
+        raise MemoryError
+
+    inbox = Inbox(100)
+    monkeypatch.setattr("p2pcache.node.inbox.page_aligned", none)
+    with pytest.raises(MemoryError):
+        inbox.take(50)
+    assert inbox.nbytes == 0
 
 
 @pytest.mark.parametrize("where", ["on the way", "before the way"])
