@@ -365,41 +365,44 @@ size_t checked_layer_bytes(const Shape &s, size_t layers, size_t nbytes, const s
     return layer_bytes;
 }
 
-double encode(Bytes raw, size_t layers, size_t tokens, size_t kv_heads, size_t head_dim,
-              const std::string &dtype, int bits, Room out, const std::string &level_name) {
+// Calls code(coder, level, shape, scratch, offset in raw, offset in encoded) for each layer of a body, without
+// the GIL, once all sizes are known to fit. Returns the first layer for which it is false, or -1.
+template <class Fn>
+int64_t each_layer(size_t raw_bytes, size_t encoded_bytes, size_t layers, const Shape &s,
+                   const std::string &dtype, int bits, const std::string &level_name, Fn &&code) {
     const int level = simd::level_of(level_name);
-    const Shape s{tokens, kv_heads, head_dim};
-    const size_t layer_bytes = checked_layer_bytes(s, layers, raw.size(), dtype);
+    const size_t raw_layer = checked_layer_bytes(s, layers, raw_bytes, dtype);
     return with_coder(dtype, bits, [&](auto coder, auto packed) {
-        const size_t encoded_bytes = packed.layer(s, value_bytes(dtype));
-        if (out.size() != layers * encoded_bytes) throw std::invalid_argument("out has another size");
+        const size_t encoded_layer = packed.layer(s, value_bytes(dtype));
+        if (encoded_bytes != layers * encoded_layer)
+            throw std::invalid_argument("an encoded body of another size");
         nb::gil_scoped_release release;
         Scratch scratch(s.channels());
-        double worst = 0;
         for (size_t layer = 0; layer < layers; ++layer)
-            if (!coder.encode_layer(level, raw.data() + layer * layer_bytes, s, scratch,
-                                    out.data() + layer * encoded_bytes, worst))
-                return -1.0;
-        return worst;
+            if (!code(coder, level, s, scratch, layer * raw_layer, layer * encoded_layer))
+                return static_cast<int64_t>(layer);
+        return int64_t{-1};
     });
+}
+
+double encode(Bytes raw, size_t layers, size_t tokens, size_t kv_heads, size_t head_dim,
+              const std::string &dtype, int bits, Room out, const std::string &level_name) {
+    double worst = 0;
+    const int64_t bad = each_layer(
+        raw.size(), out.size(), layers, Shape{tokens, kv_heads, head_dim}, dtype, bits, level_name,
+        [&](auto coder, int level, const Shape &s, Scratch &w, size_t from, size_t to) {
+            return coder.encode_layer(level, raw.data() + from, s, w, out.data() + to, worst);
+        });
+    return bad < 0 ? worst : -1.0;
 }
 
 int64_t decode(Bytes encoded, size_t layers, size_t tokens, size_t kv_heads, size_t head_dim,
                const std::string &dtype, int bits, Room raw, const std::string &level_name) {
-    const int level = simd::level_of(level_name);
-    const Shape s{tokens, kv_heads, head_dim};
-    const size_t layer_bytes = checked_layer_bytes(s, layers, raw.size(), dtype);
-    return with_coder(dtype, bits, [&](auto coder, auto packed) {
-        const size_t encoded_bytes = packed.layer(s, value_bytes(dtype));
-        if (encoded.size() != layers * encoded_bytes) throw std::invalid_argument("encoded has another size");
-        nb::gil_scoped_release release;
-        Scratch scratch(s.channels());
-        for (size_t layer = 0; layer < layers; ++layer)
-            if (!coder.decode_layer(level, encoded.data() + layer * encoded_bytes, s, scratch,
-                                    raw.data() + layer * layer_bytes))
-                return static_cast<int64_t>(layer);
-        return int64_t{-1};
-    });
+    return each_layer(
+        raw.size(), encoded.size(), layers, Shape{tokens, kv_heads, head_dim}, dtype, bits, level_name,
+        [&](auto coder, int level, const Shape &s, Scratch &w, size_t to, size_t from) {
+            return coder.decode_layer(level, encoded.data() + from, s, w, raw.data() + to);
+        });
 }
 
 size_t layer_bytes(size_t tokens, size_t kv_heads, size_t head_dim, const std::string &dtype, int bits) {

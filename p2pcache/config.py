@@ -28,12 +28,11 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{0,128}")
 NVME_SEGMENTS_MAX = 512  # one open file each
 NVME_DEPTH_MAX = 64  # one thread each
 CODEC_WORKERS_MAX = 64
-CODECS = ("none", "lossless")  # what an exact key finds has to be exact, so no other codec acts by itself
 _CHOICES = {
     "nvme_io": ("auto", "uring", "threads"),
     "nvme_admit": ("all", "used"),
-    "nvme_codec": CODECS,
-    "wire_codec": CODECS,
+    "nvme_codec": ("none", "lossless", "int8", "int4"),
+    "wire_codec": ("none", "lossless", "auto"),
 }
 _ABOVE_ZERO = (
     "pulls_in_flight_max",
@@ -68,10 +67,11 @@ class NodeConfig:
     nvme_admit: str = "all"  # what goes to NVMe within that rate: all bodies, or those used since they came
     demote_above: float = 0.75  # share of the host tier taken, above which cold bodies go to NVMe
 
-    nvme_codec: str = "none"  # how bodies lie in the NVMe tier: `none`, or `lossless` (bf16 in 3/4)
-    wire_codec: str = "none"  # likewise on the way between hosts, where both ends have it; never over shm
+    nvme_codec: str = "none"  # of bodies in the NVMe tier: `none`, `lossless` (bf16 in 3/4), `int8` or `int4`
+    wire_codec: str = "none"  # between hosts, not over shm: `none`, `lossless`, `auto`: where it saves time
     wire_codec_bytes_max: int = 256 * MIB  # encoded bodies kept to be sent again; above: sent raw
     codec_saving_min: float = 0.05  # share of its bytes that encoding must save, or a body is kept raw
+    codec_error_max: float = 0.5  # relative, of the worst channel: above, int8 and int4 leave a body as it is
     codec_workers: int = 2  # threads that encode and decode
 
     transports: tuple[str, ...] = TRANSPORTS  # in order of preference
@@ -143,6 +143,11 @@ class NodeConfig:
                 raise ConfigError(f"{name} must be above 0")
         if self.nvme_depth > NVME_DEPTH_MAX:
             raise ConfigError(f"nvme_depth is at most {NVME_DEPTH_MAX}, not {self.nvme_depth}")
+        if self.wire_codec in ("int8", "int4"):
+            raise ConfigError(
+                f"wire_codec {self.wire_codec} is not there: a reader is sent the very body that it asked"
+                " for; nvme_codec takes it, and what it makes is sent as a body of its own"
+            )
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} is one of {', '.join(choices)}, not {getattr(self, name)!r}")

@@ -100,8 +100,10 @@ _TABLE = _table(
     ("codec_bodies_total", _C, "bodies", "bodies en- or decoded", ("tier", "codec", "direction")),
     ("codec_raw_bytes_total", _C, "bytes", "bytes of those, decoded", ("tier", "codec", "direction")),
     ("codec_encoded_bytes_total", _C, "bytes", "bytes of those, encoded", ("tier", "codec", "direction")),
-    ("codec_error_ratio", _G, "ratio", "worst channel's error of any body encoded", ("tier", "codec")),
-    ("codec_kept_raw_total", _C, "bodies", "bodies that were not encoded, by reason", ("tier", "reason")),
+    ("codec_seconds_total", _C, "seconds", "time of threads at those", ("tier", "codec", "direction")),
+    ("codec_error_ratio", _H, "ratio", "worst channel's relative error of each encode", ("tier", "codec")),
+    ("codec_error_max_ratio", _G, "ratio", "the largest of those so far", ("tier", "codec")),
+    ("codec_kept_raw_total", _C, "bodies", "bodies a codec was not used for, by reason", ("tier", "reason")),
     ("tier_used_bytes", _G, "bytes", "bytes taken in a tier", ("tier",)),
     ("tier_capacity_bytes", _G, "bytes", "bytes that a tier may take", ("tier",)),
     ("tier_bodies", _G, "bodies", "whole bodies in a tier", ("tier",)),
@@ -239,8 +241,11 @@ def _codecs(status: Mapping[str, Any], node: str) -> Iterator[Sample]:
         yield _sample("codec_bodies_total", node, row["bodies"], **labels)
         yield _sample("codec_raw_bytes_total", node, row["raw_bytes"], **labels)
         yield _sample("codec_encoded_bytes_total", node, row["encoded_bytes"], **labels)
-        if row["direction"] == "encode":
-            yield _sample("codec_error_ratio", node, row["error"], tier=row["tier"], codec=row["codec"])
+        yield _sample("codec_seconds_total", node, row.get("seconds", 0.0), **labels)
+    for row in codecs.get("errors", ()):
+        own = {"tier": row["tier"], "codec": row["codec"]}
+        yield from _histogram("codec_error_ratio", node, row, **own)
+        yield _sample("codec_error_max_ratio", node, row["worst"], **own)
     for row in codecs["kept_raw"]:
         yield _sample("codec_kept_raw_total", node, row["bodies"], tier=row["tier"], reason=row["reason"])
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from p2pcache.core.checksum import checksum_body
+from p2pcache.core.coding import layout_meta
 from p2pcache.core.keys import ChunkKeys
 from p2pcache.core.layout import KVLayout
 from p2pcache.io.link import Link
@@ -77,6 +78,7 @@ def _write(
     lost: how many batches to owners had been lost then, for `_published` to compare with.
     """
     resident, ready = 0, []
+    meta = layout_meta(layout)  # for codecs that change values
     pending = {slot[2] for slot in slots if slot[0] == "ok"}
     try:
         with link.writing():
@@ -90,7 +92,7 @@ def _write(
                     flat = torch.frombuffer(raw, dtype=DTYPES[layout.dtype])
                     write(chunk, flat.view(layout.shape(chunk.tokens)))
                     sums = checksum_body(raw, body.exact, layout.layers)
-                    ready.append([generation, list(sums), b""])
+                    ready.append([generation, list(sums), meta])
         # What is written is worth a moment: the caller's writer may have used up the budget.
         left_s = max(by_s - time.monotonic(), _COMMIT_S)
         reply = link.call("commit", {"slots": ready}, left_s)

@@ -25,12 +25,12 @@ import struct
 from dataclasses import dataclass
 
 from p2pcache.core.checksum import CorruptBody
+from p2pcache.core.coding import DTYPE_IDS
 from p2pcache.core.layout import KVLayout
 
 MAGIC = b"p2kv"
 VERSION = 1
 CODEC_IDS = {"lossless": 1, "int8": 2, "int4": 3}
-DTYPE_IDS = {"bfloat16": 1, "float16": 2, "float32": 3}
 _FIXED = struct.Struct("<4sBBBBIIII")
 
 

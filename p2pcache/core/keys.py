@@ -12,7 +12,8 @@ namespace key. Then, for the chunks of a prompt in order:
     content key    = the first 16 of its 32 bytes
     exact key      = BLAKE3(key=namespace, "exact" | parent exact key | content digest)[:16]
 
-The parent of a chain's first chunk is sixteen zero bytes. Tokens are hashed once.
+The parent of a chain's first chunk is sixteen zero bytes. Tokens are hashed once. Bodies that are not what an
+exact key promises have keys of their own, made of it: see `body_key` and `lossy_key`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from p2pcache.types import KEY_BYTES, ConfigError, ContentKey, ExactKey, Provena
 KEY_VERSION = 1
 CHAIN_ROOT = ExactKey(bytes(KEY_BYTES))
 _CONTEXT = "p2pcache 2026-11 namespace"
+_LOSSY_CONTEXT = "p2pcache 2026-11 lossy body"
 _FIELD_BYTES_MAX = 4096
 
 
@@ -243,6 +245,16 @@ def body_key(namespace_key: bytes, exact: ExactKey, provenance: Provenance) -> E
         return exact
     tag = b"approximate" if provenance is Provenance.APPROXIMATE else b"isolated"
     return ExactKey(blake3(tag + exact, key=namespace_key).digest(KEY_BYTES))
+
+
+def lossy_key(exact: ExactKey, codec: str) -> ExactKey:
+    """The name of what a lossy codec makes of the body with this key.
+
+    It needs no namespace, since the body's own key is bound to one; so a node can make it, which knows none.
+    Another mode of BLAKE3 than that of all other keys keeps it apart from them.
+    """
+    hashed = blake3(_framed(codec.encode()) + exact, derive_key_context=_LOSSY_CONTEXT)
+    return ExactKey(hashed.digest(KEY_BYTES))
 
 
 def named_key(namespace_key: bytes, name: int | str, version: int) -> ExactKey:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from p2pcache.core.coding import is_layout_meta
 from p2pcache.core.records import (
     MISS_CODE,
     SOURCE_CODE,
@@ -136,8 +137,8 @@ def _grants_to_wire(grants: Sequence[Slot | Grant]) -> dict[str, Any]:
     names, rows, metas = Names(), [], []
     for i, grant in enumerate(grants):
         slot = grant if isinstance(grant, Slot) else grant.slot
-        if slot is not None and slot.meta:
-            metas.append([i, slot.meta])
+        if slot is not None and (meta := slot.meta) and not is_layout_meta(meta):
+            metas.append([i, meta])
         rows.append(pack_leased(grant) if isinstance(grant, Slot) else _grant(grant, names))
     return {"names": names.texts, "grants": b"".join(rows), "metas": metas}
 

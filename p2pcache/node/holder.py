@@ -19,7 +19,7 @@ from typing import Any
 from p2pcache.config import NodeConfig
 from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.tiers import Slot
-from p2pcache.node.coder import Coder
+from p2pcache.node.coder import WIRE_CODEC, Coder
 from p2pcache.node.counters import Counters
 from p2pcache.node.outbox import Outbox, Parcel
 from p2pcache.node.residency import Residency
@@ -183,7 +183,7 @@ class Holder:
         self._residency = residency
         self._counters = counters
         self._loop = asyncio.get_running_loop()
-        self.outbox = Outbox(config.wire_codec, coder, residency.slab, config.wire_codec_bytes_max)
+        self.outbox = Outbox(WIRE_CODEC, coder, residency.slab, config.wire_codec_bytes_max)
         self.office = TicketOffice(config, self._loop, residency, self.outbox)
 
     async def open(
@@ -199,7 +199,8 @@ class Holder:
 
         codecs: those that the reader takes. Over shm, which copies from the slab itself, bodies are raw.
         """
-        encoded = transport != "shm" and self._config.wire_codec in codecs
+        encodes = transport != "shm" and self._config.wire_codec != "none"
+        encoded = encodes and WIRE_CODEC in codecs
         return list(
             await asyncio.gather(*(self._ticket(exact, reader, deadline_s, encoded) for exact in bodies))
         )

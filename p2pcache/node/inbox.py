@@ -19,8 +19,9 @@ class Inbox:
         """A buffer, to be given back; None over the cap. A larger one goes alone rather than never."""
         if self.nbytes and self.nbytes + nbytes > self._bytes_max:
             return None
-        self.nbytes += nbytes
-        return page_aligned(nbytes)
+        buffer = page_aligned(nbytes)
+        self.nbytes += nbytes  # once it is there
+        return buffer
 
     def give_back(self, nbytes: int, settled: asyncio.Future[None] | None) -> None:
         """settled: of the pull that had it; None where there was none."""

@@ -7,17 +7,20 @@ first. That a body is not worth encoding is remembered as well.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from dataclasses import dataclass
 
 from p2pcache import codecs
+from p2pcache.core.nvmelog import Record
 from p2pcache.core.tiers import Slot
 from p2pcache.io.ports import Slab
 from p2pcache.node.coder import Coder
-from p2pcache.types import ExactKey
+from p2pcache.types import ExactKey, P2PCacheError
 
-PARCEL_BYTES = 4096
-"""What a parcel takes besides its bytes at most: two checksums a layer and a place in the table."""
+_log = logging.getLogger(__name__)
+PARCEL_BYTES, LAYER_BYTES = 2048, 112
+"""What a parcel takes besides its bytes at most: a place in the table, and two checksums a layer."""
 _Key = tuple[ExactKey, tuple[int, ...]]  # one exact key may come again with other bits
 
 
@@ -48,12 +51,13 @@ class Outbox:
         parcel = self._parcels.get(key)
         first = parcel is None
         if parcel is None:
-            if not self._make_room(slot.nbytes + PARCEL_BYTES):
+            nbytes = slot.nbytes + _overhead_bytes(slot)
+            if not self._make_room(nbytes):
                 self._coder.kept_raw("wire", "room")
                 return None
-            parcel = Parcel(asyncio.get_running_loop().create_future(), slot.nbytes + PARCEL_BYTES)
+            parcel = Parcel(asyncio.get_running_loop().create_future(), nbytes)
             self._parcels[key] = parcel
-            self.nbytes += parcel.nbytes
+            self.nbytes += nbytes
         self._parcels.move_to_end(key)
         parcel.holds += 1
         try:
@@ -61,6 +65,8 @@ class Outbox:
                 await self._fill(key, parcel, slot)
             else:
                 await asyncio.wait([parcel.ready])
+        except (P2PCacheError, MemoryError) as error:
+            _log.warning("a body is sent as it is: %s", error)
         except BaseException:
             self.give_back(parcel)
             raise
@@ -75,14 +81,15 @@ class Outbox:
     async def _fill(self, key: _Key, parcel: Parcel, slot: Slot) -> None:
         raw = self._slab.view(slot.offset, slot.nbytes)
         try:
-            packed = await self._coder.pack("wire", self._codec, raw, slot.body, slot.checksums)
+            record = Record(slot.body, slot.checksums, slot.meta)
+            packed = await self._coder.pack("wire", self._codec, raw, record)
         except BaseException:
             del self._parcels[key]  # those who wait for it send raw; the next one tries again
             self.nbytes -= parcel.nbytes
             raise
         else:
             parcel.packed = packed
-            nbytes = PARCEL_BYTES + (0 if packed is None else packed.coding.nbytes)
+            nbytes = _overhead_bytes(slot) + (0 if packed is None else packed.coding.nbytes)
             self.nbytes += nbytes - parcel.nbytes
             parcel.nbytes = nbytes
         finally:
@@ -90,10 +97,13 @@ class Outbox:
 
     def _make_room(self, nbytes: int) -> bool:
         """Drop what nobody reads, oldest first, until so much fits under the cap. False: it does not."""
-        for key, parcel in list(self._parcels.items()):
-            if self.nbytes + nbytes <= self._bytes_max:
-                break
-            if not parcel.holds:
-                del self._parcels[key]
-                self.nbytes -= parcel.nbytes
-        return self.nbytes + nbytes <= self._bytes_max
+        while self.nbytes + nbytes > self._bytes_max:
+            oldest = next((key for key, parcel in self._parcels.items() if not parcel.holds), None)
+            if oldest is None:
+                return False
+            self.nbytes -= self._parcels.pop(oldest).nbytes
+        return True
+
+
+def _overhead_bytes(slot: Slot) -> int:
+    return PARCEL_BYTES + LAYER_BYTES * len(slot.checksums)

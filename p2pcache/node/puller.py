@@ -17,6 +17,7 @@ from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.flight import Flights
 from p2pcache.core.flight import Ticket as FlightTicket
 from p2pcache.core.membership import Member, View
+from p2pcache.core.nvmelog import Record
 from p2pcache.core.planner import Costs
 from p2pcache.core.rates import Meter
 from p2pcache.core.tiers import Slot
@@ -82,7 +83,6 @@ class Puller:
         self._transports = {t.name: t for t in transports}
         self._residency = residency
         self._coder = coder
-        self._codecs = () if config.wire_codec == "none" else (config.wire_codec,)
         self.inbox = Inbox(config.pull_bytes_in_flight_max)
         self._costs = costs
         self._counters = counters
@@ -258,7 +258,8 @@ class Puller:
                     await asyncio.shield(pull.done)
                     metered.progress(ticket.nbytes)  # the end needs no report
                 if coding is not None and encoded is not None:
-                    await self._coder.unpack("wire", coding, encoded, body, checksums, dest)
+                    record = Record(body, checksums, ticket.meta)
+                    await self._coder.unpack("wire", coding, encoded, record, dest)
             slot = self._residency.commit(slot, checksums, ticket.meta, replica=True)
         except BaseException as error:
             if pull is not None:
@@ -315,7 +316,8 @@ class Puller:
     # -- tickets, many a message -----------------------------------------------------------------
 
     async def _open(self, peer: Member, transport: str, body: BodyInfo, deadline_s: float) -> Leave | Refusal:
-        codecs = () if transport == "shm" else self._codecs
+        pace_s = self._costs.rate(transport, peer.name).at(self._loop.time())[1]
+        codecs = self._coder.taken(transport, peer.name, pace_s)
         batch = self._opening.get((peer.name, transport))
         if batch is None:
             batch = _Batch()

@@ -3,12 +3,14 @@
 Bodies go down when the host tier fills: above a mark, cold ones are copied to the NVMe tier in the
 background, so that making room later is a matter of forgetting and not of writing. They come up
 again when somebody asks for them.
+
+With a lossy codec what goes down is another body, with a key of its own. It stands in for the one that it was
+made of: nobody is told of it before that one leaves the host tier.
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 
@@ -16,7 +18,9 @@ from p2pcache.codecs import page_aligned
 from p2pcache.config import NodeConfig
 from p2pcache.core.admission import Admission
 from p2pcache.core.checksum import CorruptBody
+from p2pcache.core.coding import EXACT_CODECS, LOSSY_CODECS, may_be_lossy
 from p2pcache.core.eviction import POLICIES
+from p2pcache.core.keys import lossy_key
 from p2pcache.core.nvmelog import Record
 from p2pcache.core.tiers import HostTier, Slot
 from p2pcache.io.ports import NvmeTier, Slab
@@ -48,7 +52,8 @@ class Residency:
         self._nvme = nvme
         self._counters = counters
         self._coder = coder
-        self._nvme_codec = config.nvme_codec
+        self._codec = config.nvme_codec
+        self._lossy = config.nvme_codec in LOSSY_CODECS
         self._clock = clock
         self._demote_above_bytes = int(config.demote_above * self.tier.capacity_bytes)
         # Half of the NVMe tier's depth: reads, for which somebody waits, find the other half free.
@@ -57,6 +62,7 @@ class Residency:
         self._encoding = asyncio.Semaphore(self._demotions_max)
         self._decoding = asyncio.Semaphore(config.nvme_depth)
         self._admission = Admission(config.nvme_write_bytes_per_s_max, used_only=config.nvme_admit == "used")
+        self._stand_ins: set[ExactKey] = set()  # in the NVMe tier, made of what is still in the host one
         self._promoting: dict[ExactKey, asyncio.Future[None]] = {}
         self._demoting: asyncio.Task | None = None
         self._demotions: set[asyncio.Future[None]] = set()  # writes to the NVMe tier under way
@@ -90,12 +96,13 @@ class Residency:
         bodies = {slot.body.exact: slot.body for slot in self.tier.by_content(content)}
         if self._nvme is not None:
             for record in self._nvme.by_content(content):
-                bodies.setdefault(record.body.exact, record.body)
+                if record.body.exact not in self._stand_ins:
+                    bodies.setdefault(record.body.exact, record.body)
         return [Found(body, (self._here(exact),)) for exact, body in bodies.items()]
 
     def holdings(self) -> Iterator[tuple[BodyInfo, Tier]]:
         """Everything this node holds, best tier each."""
-        seen = set()
+        seen = set(self._stand_ins)
         for slot in self.tier.resident():
             seen.add(slot.body.exact)
             yield slot.body, Tier.HOST
@@ -146,6 +153,7 @@ class Residency:
         """
         serving = self.tier.commit(slot, checksums, meta, replica)
         if serving is slot:
+            self._stand_ins.discard(slot.exact)
             self.on_held(slot.body, Tier.HOST)
             self._demote_soon()
         return serving
@@ -171,7 +179,7 @@ class Residency:
             # It may have been leased, pinned, evicted by somebody else, or come again meanwhile.
             if not self._may_go(victim):
                 return
-            if self._nvme is not None and self._nvme.lookup(victim.exact) is None:
+            if self._nvme is not None and self._below(victim.exact) is None:
                 if self._admits(victim):
                     await self._demote(victim)
                 else:
@@ -179,18 +187,41 @@ class Residency:
         if not all(map(self._may_go, victims)):
             return
         for victim in victims:
-            if self._nvme is not None and self._nvme.lookup(victim.body.exact) is not None:
-                self.on_held(victim.body, Tier.NVME)
-            else:
-                self.on_gone(victim.body)
+            self._tell_of_leaving(victim)
             self._counters["evicted"] += 1
             self.tier.evict(victim)
+
+    def _tell_of_leaving(self, slot: Slot) -> None:
+        """Before a slot is freed: that its body is gone, or is one tier down, or what was made of it."""
+        below = self._below(slot.exact)
+        if self._lossy:
+            self._stand_ins.discard(lossy_key(slot.exact, self._codec))
+        if below is not None and self.tier.get(below.body.exact) in (None, slot):
+            self.on_held(below.body, Tier.NVME)
+        if below is None or below.body.exact != slot.exact:
+            self.on_gone(slot.body)
+
+    def _below(self, exact: ExactKey) -> Record | None:
+        """What the NVMe tier has of a body: itself, or what the lossy codec made of it."""
+        if self._nvme is None:
+            return None
+        record = self._nvme.lookup(exact)
+        if record is None and self._lossy:
+            record = self._nvme.lookup(lossy_key(exact, self._codec))
+        return record
 
     def _may_go(self, slot: Slot) -> bool:
         return self.tier.current(slot.exact, slot.generation) and not slot.held(self._clock())
 
     async def forget(self, exact: ExactKey) -> None:
-        """Drop a body from this node as far as nobody reads it; what stays is evicted in its time."""
+        """Drop a body, and what lossy codecs made of it, from this node as far as nobody reads it.
+
+        What stays is evicted in its time.
+        """
+        for name in (exact, *(lossy_key(exact, codec) for codec in LOSSY_CODECS)):
+            await self._forget(name)
+
+    async def _forget(self, exact: ExactKey) -> None:
         slot = self.tier.get(exact)
         record = self._nvme.lookup(exact) if self._nvme is not None else None
         if slot is not None and not slot.leases:
@@ -198,6 +229,7 @@ class Residency:
             self.tier.evict(slot)
         elif slot is None and record is not None:
             self.on_gone(record.body)
+        self._stand_ins.discard(exact)
         if self._nvme is not None and record is not None:
             await self._nvme.drop(exact)
 
@@ -222,9 +254,8 @@ class Residency:
         async def lane() -> None:
             for slot in left:
                 alive = self.tier.current(slot.body.exact, slot.generation)
-                if alive and self._nvme is not None and self._nvme.lookup(slot.body.exact) is None:
-                    if self._admits(slot):
-                        await self._demote(slot)
+                if alive and self._below(slot.exact) is None and self._admits(slot):
+                    await self._demote(slot)
 
         await asyncio.gather(*(lane() for _ in range(self._demotions_max)))
 
@@ -237,27 +268,43 @@ class Residency:
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._demotions.add(written)
         slot.leases += 1  # ours, for the time of the write; it is no use and leaves the order alone
+        damaged = False
         try:
             record = Record(slot.body, slot.checksums, slot.meta)
             body = self.slab.view(slot.offset, slot.nbytes)
-            if self._nvme_codec == "none":
+            if self._codec == "none":
                 await self._write_down(record, body)
             else:
-                await self._encode_down(record, body)
+                record = await self._encode_down(record, body)
+            if record.body.exact != slot.exact:
+                self._stand_ins.add(record.body.exact)
             self._counters["demoted"] += 1
-        except P2PCacheError as error:
+        except CorruptBody as error:
+            damaged = True
+            self._counters["corrupt"] += 1
+            _log.warning("a body was found damaged in the host tier: %s", error)
+        except (P2PCacheError, MemoryError) as error:
             _log.warning("a body was not demoted: %s", error)
         finally:
             self.tier.release(slot)
+            if damaged and self._may_go(slot):
+                self.on_gone(slot.body)
+                self.tier.evict(slot)
             self._demotions.discard(written)
             written.set_result(None)
 
-    async def _encode_down(self, record: Record, body: memoryview) -> None:
+    async def _encode_down(self, record: Record, raw: memoryview) -> Record:
+        """Write a body down as small as it may be. Returns what lies there: maybe another body made of it."""
         async with self._encoding:
-            packed = await self._coder.pack("nvme", self._nvme_codec, body, record.body, record.checksums)
+            packed = None
+            if self._lossy and may_be_lossy(record.body):
+                packed = await self._coder.pack("nvme", self._codec, raw, record)
+            if packed is None:  # what may not change, or would change too much, goes down as it is
+                packed = await self._coder.pack("nvme", EXACT_CODECS[0], raw, record)
             if packed is not None:
-                record, body = dataclasses.replace(record, coding=packed.coding), packed.data
-            await self._write_down(record, body)
+                record, raw = Record(packed.body, packed.checksums, record.meta, packed.coding), packed.data
+            await self._write_down(record, raw)
+            return record
 
     async def _write_down(self, record: Record, body: memoryview) -> None:
         """Make room in the log, withdraw what goes for it, then write. Raises TierFull."""
@@ -265,7 +312,9 @@ class Residency:
         for attempt in range(_ROOM_TRIES):
             for gone in await self._nvme.make_room(record):
                 self._counters["nvme_evicted"] += 1
-                if self.tier.get(gone.exact) is None:
+                if gone.exact in self._stand_ins:  # nobody was told of it
+                    self._stand_ins.discard(gone.exact)
+                elif self.tier.get(gone.exact) is None:
                     self.on_gone(gone)
             try:
                 await self._nvme.append(record, body)
@@ -336,7 +385,7 @@ class Residency:
             if whole is None:
                 return None
             try:
-                await self._coder.unpack("nvme", record.coding, encoded, whole.body, whole.checksums, dest)
+                await self._coder.unpack("nvme", record.coding, encoded, whole, dest)
             except CorruptBody:
                 await self._nvme.drop(exact)
                 raise

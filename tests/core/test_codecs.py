@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 
@@ -14,10 +15,12 @@ from p2pcache import _native
 from p2pcache.codecs import (
     BadEncoding,
     Encoded,
+    Kept,
     decode_into,
     decode_layer_into,
     encode,
     pack,
+    pack_lossy,
     page_aligned,
     read_head,
     unpack,
@@ -27,10 +30,11 @@ from p2pcache.codecs import quantised as quantised_module
 from p2pcache.codecs.lossless import Lossless
 from p2pcache.codecs.quantised import EXACT_TOKENS, Quantised, worst_channel
 from p2pcache.core.checksum import CorruptBody, checksum_body, layer_check
-from p2pcache.core.coding import Coding
+from p2pcache.core.coding import Coding, is_layout_meta, layout_meta, layout_of, lossy_body, may_be_lossy
+from p2pcache.core.keys import lossy_key
 from p2pcache.core.layout import KVLayout
 from p2pcache.core.nvmelog import PAGE_BYTES
-from p2pcache.types import BodyInfo, ConfigError, ContentKey, ExactKey, LayoutError
+from p2pcache.types import BodyInfo, ConfigError, ContentKey, ExactKey, LayoutError, Provenance
 
 LEVELS = _native.simd_levels()
 QUANTISED = (("int8", 8), ("int4", 4))
@@ -373,11 +377,17 @@ def body_of(raw: memoryview, tokens: int) -> BodyInfo:
     return BodyInfo(ContentKey(bytes(16)), EXACT, tokens, len(raw))
 
 
-def unpacked(coding: Coding, data: memoryview, body: BodyInfo, checksums: tuple[int, ...]) -> bytes:
+def unpacked(
+    coding: Coding,
+    data: memoryview,
+    body: BodyInfo,
+    checksums: tuple[int, ...],
+    layout: KVLayout | None = None,
+) -> bytes:
     """Decodes between two guards and looks at them."""
     room = np.full(body.nbytes + 2 * GUARD, 0xA5, np.uint8)
     try:
-        unpack(coding, data, body, checksums, memoryview(room)[GUARD : GUARD + body.nbytes])
+        unpack(coding, data, body, checksums, memoryview(room)[GUARD : GUARD + body.nbytes], layout)
     finally:
         assert (room[:GUARD] == 0xA5).all() and (room[GUARD + body.nbytes :] == 0xA5).all()
     return room[GUARD : GUARD + body.nbytes].tobytes()
@@ -397,9 +407,9 @@ packable = st.builds(
 def test_a_packed_body_is_equal_parts_that_are_checked_as_they_come_and_comes_back(layout, tokens, seed):
     raw = flat(kv(layout, tokens, seed))
     body, checksums = body_of(raw, tokens), checksum_body(raw, EXACT, layout.layers)
-    packed = pack("lossless", raw, body, layout.layers, saving_min=0.05)
-    assert not isinstance(packed, str)
-    coding, data, error = packed
+    packed = pack("lossless", raw, body, checksums, saving_min=0.05)
+    assert not isinstance(packed, Kept) and packed.body is body and packed.checksums == checksums
+    _, _, coding, data, error = packed
     assert error == 0.0 and len(data) == coding.nbytes < 0.95 * len(raw) and len(data) % layout.layers == 0
     coding.check_fits(body, layout.layers)
     check = layer_check(memoryview(bytearray(len(data))), EXACT, coding.checksums)
@@ -413,7 +423,7 @@ def test_a_packed_body_is_equal_parts_that_are_checked_as_they_come_and_comes_ba
 def test_whatever_a_packed_body_turns_into_nothing_wrong_comes_out(layout, tokens, data):
     raw = flat(kv(layout, tokens))
     body, checksums = body_of(raw, tokens), checksum_body(raw, EXACT, layout.layers)
-    packed = pack("lossless", raw, body, layout.layers, saving_min=0.0)
+    packed = pack("lossless", raw, body, checksums, saving_min=0.0)
     damaged = bytearray(packed.data)
     at = data.draw(st.integers(0, len(damaged) - 1))
     patch = data.draw(st.binary(min_size=1, max_size=16))[: len(damaged) - at]
@@ -429,10 +439,10 @@ def test_a_packed_body_of_another_one_or_another_length_is_refused():
     layout = KVLayout(3, 2, 32, "bfloat16")
     raw, other = (flat(kv(layout, 64, seed)) for seed in (0, 1))
     body, checksums = body_of(raw, 64), checksum_body(raw, EXACT, 3)
-    coding, data, _ = pack("lossless", other, body, 3, saving_min=0.05)
-    with pytest.raises(CorruptBody, match="decoded layer 0"):
+    _, _, coding, data, _ = pack("lossless", other, body, checksums, saving_min=0.05)
+    with pytest.raises(CorruptBody, match="layer 0 of a decoded body"):
         unpacked(coding, data, body, checksums)
-    coding, data, _ = pack("lossless", raw, body, 3, saving_min=0.05)
+    _, _, coding, data, _ = pack("lossless", raw, body, checksums, saving_min=0.05)
     for cut in (0, 10, len(data) - 3):
         with pytest.raises(BadEncoding):
             unpacked(coding, data[:cut], body, checksums)
@@ -446,14 +456,159 @@ def test_a_packed_body_of_another_one_or_another_length_is_refused():
 def test_what_does_not_save_enough_or_is_not_whole_values_is_kept_raw():
     layout = KVLayout(2, 2, 32, "bfloat16")
     raw = flat(kv(layout, 64))
-    assert pack("lossless", raw, body_of(raw, 64), 2, saving_min=0.3) == "saving"
     noise = memoryview(np.random.default_rng(0).bytes(len(raw)))
-    assert pack("lossless", noise, body_of(noise, 64), 2, saving_min=0.05) == "saving"
-    tiny = memoryview(bytes(4))
-    assert pack("lossless", tiny, body_of(tiny, 1), 1, saving_min=0.0) == "saving"
-    odd = memoryview(bytes(2 * 5 * 30))
-    assert pack("lossless", odd, body_of(odd, 5), 2, saving_min=0.0) == "shape"
-    assert pack("lossless", odd, body_of(odd, 0), 2, saving_min=0.0) == "shape"
+    tiny, odd = memoryview(bytes(4)), memoryview(bytes(2 * 5 * 30))
+    for data, tokens, layers, saving_min, why in (
+        (raw, 64, 2, 0.3, "saving"),
+        (noise, 64, 2, 0.05, "saving"),
+        (tiny, 1, 1, 0.0, "saving"),
+        (odd, 5, 2, 0.0, "shape"),
+        (odd, 0, 2, 0.0, "shape"),
+    ):
+        kept = pack("lossless", data, body_of(data, tokens), (0,) * layers, saving_min=saving_min)
+        assert isinstance(kept, Kept) and kept.reason == why
+
+
+# -- bodies that a lossy codec makes of others -----------------------------------------------------
+
+
+def made(codec: str, raw: memoryview, body: BodyInfo, layout: KVLayout, **bounds: float):
+    checksums = checksum_body(raw, body.exact, layout.layers)
+    return pack_lossy(
+        codec, raw, body, checksums, layout, **{"error_max": math.inf, "saving_min": 0.05} | bounds
+    )
+
+
+lossy_layouts = st.builds(
+    KVLayout,
+    layers=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    head_dim=st.integers(16, 64),
+    dtype=st.sampled_from(FLOATS),
+)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(QUANTISED), lossy_layouts, st.integers(40, 150), st.integers(0, 9))
+def test_a_lossy_codec_makes_a_body_of_its_own_that_is_kept_and_checked_like_any(codec, layout, tokens, seed):
+    name, bits = codec
+    raw = flat(kv(layout, tokens, seed))
+    body = body_of(raw, tokens)
+    packed = made(name, raw, body, layout)
+    assert not isinstance(packed, Kept)
+    assert packed.body == lossy_body(body, name) and packed.body.exact == lossy_key(EXACT, name) != EXACT
+    assert packed.body.provenance is Provenance.APPROXIMATE and packed.body.codec == name
+    assert (packed.body.content, packed.body.base_position) == (body.content, body.base_position)
+    shape = layout.shape(tokens)
+    layers = np.frombuffer(raw, np.float32 if layout.dtype == "float32" else np.uint16).reshape(shape)
+    twins = [quantised_module.encode_layer_py(layer, layout.dtype, bits) for layer in layers]
+    decoded_py = [
+        quantised_module.decode_layer_py(encoded, layout.dtype, bits, shape[1:]) for encoded, _ in twins
+    ]
+    out = unpacked(packed.coding, packed.data, packed.body, packed.checksums, layout)
+    assert out == b"".join(layer.tobytes() for layer in decoded_py)
+    assert packed.error == pytest.approx(max(error for _, error in twins), rel=1e-9)
+    check = layer_check(memoryview(bytearray(len(packed.data))), packed.body.exact, packed.coding.checksums)
+    check.copy(packed.data, len(packed.data))  # as a transport does it
+    assert check.bad_layer is None and check.good_bytes == len(packed.data)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(QUANTISED), st.data())
+def test_whatever_a_lossy_body_turns_into_nothing_wrong_comes_out(codec, data):
+    layout = KVLayout(2, 2, 32, "bfloat16")
+    raw = flat(kv(layout, 64))
+    packed = made(codec[0], raw, body_of(raw, 64), layout)
+    right = unpacked(packed.coding, packed.data, packed.body, packed.checksums, layout)
+    damaged = bytearray(packed.data)
+    at = data.draw(st.integers(0, len(damaged) - 1))
+    patch = data.draw(st.binary(min_size=1, max_size=16))[: len(damaged) - at]
+    damaged[at : at + len(patch)] = patch
+    try:
+        out = unpacked(packed.coding, memoryview(damaged), packed.body, packed.checksums, layout)
+    except CorruptBody:
+        return
+    assert out == right
+
+
+def test_a_lossy_codec_is_taken_for_no_body_but_one_that_is_made_by_it():
+    layout = KVLayout(2, 2, 32, "bfloat16")
+    raw = flat(kv(layout, 64))
+    body = body_of(raw, 64)
+    packed = made("int8", raw, body, layout)
+    whole = packed.coding, packed.data
+    unpacked(*whole, packed.body, packed.checksums, layout)
+    other = dataclasses.replace(packed.body, exact=EXACT)
+    for taken, sums, geometry in (
+        (body, packed.checksums, layout),  # the exact body
+        (dataclasses.replace(packed.body, codec="int4"), packed.checksums, layout),
+        (other, packed.checksums, layout),  # under the exact body's key: checksums are bound to the key
+        (packed.body, checksum_body(raw, EXACT, 2), layout),
+        (packed.body, packed.checksums, None),
+        (packed.body, packed.checksums, KVLayout(2, 1, 64, "bfloat16")),
+        (packed.body, packed.checksums, KVLayout(2, 2, 32, "float16")),
+    ):
+        with pytest.raises(CorruptBody):
+            unpacked(*whole, taken, sums, geometry)
+
+
+def test_what_was_damaged_before_it_was_encoded_gets_no_sound_checksums():
+    layout = KVLayout(2, 2, 32, "bfloat16")
+    raw = flat(kv(layout, 64))
+    checksums = checksum_body(raw, EXACT, 2)
+    damaged = memoryview(bytearray(raw))
+    damaged[len(raw) // 2 + 3] ^= 1
+    with pytest.raises(CorruptBody, match="layer 1 of a body"):
+        pack_lossy("int8", damaged, body_of(raw, 64), checksums, layout, error_max=1.0, saving_min=0.0)
+
+
+def test_bounds_decide_whether_a_body_stays_as_it_is():
+    layout = KVLayout(2, 2, 32, "bfloat16")
+    bits = kv(layout, 64)
+    raw = flat(bits)
+    body = body_of(raw, 64)
+    error = made("int4", raw, body, layout).error
+    assert not isinstance(made("int4", raw, body, layout, error_max=error), Kept)
+    assert made("int4", raw, body, layout, error_max=error * 0.999) == Kept("error", error)
+    assert made("int4", raw, body, layout, saving_min=0.9).reason == "saving"
+    bits[0, 0, 9, 0, 0] = 0x7F80  # infinite
+    raw = flat(bits)
+    assert made("int4", raw, body_of(raw, 64), layout) == Kept("error", math.inf)
+    with pytest.raises(ConfigError):
+        made("lossless", raw, body, layout)
+    with pytest.raises(ConfigError):
+        pack("int8", raw, body, (0, 0), saving_min=0.0)
+
+
+def test_isolated_bodies_and_those_that_are_lossy_already_are_left_alone():
+    body = BodyInfo(ContentKey(bytes(16)), EXACT, 1, 1)
+    each = [dataclasses.replace(body, provenance=p) for p in Provenance]
+    assert [may_be_lossy(b) for b in each] == [False, True, True]
+    assert not may_be_lossy(lossy_body(body, "int8"))
+
+
+# -- what an engine says of its values -------------------------------------------------------------
+
+
+@given(lossy_layouts, st.integers(1, 99), st.binary(max_size=12))
+def test_a_layout_comes_back_from_a_meta_and_from_no_other(layout: KVLayout, tokens: int, noise: bytes):
+    body = BodyInfo(ContentKey(bytes(16)), EXACT, tokens, layout.body_bytes(tokens))
+    meta = layout_meta(layout)
+    assert is_layout_meta(meta) and layout_of(body, layout.layers, meta) == layout
+    assert layout_of(body, layout.layers, meta[:-1]) is layout_of(body, layout.layers, meta + b"\0") is None
+    assert layout_of(body, layout.layers + 1, meta) is None
+    assert layout_of(dataclasses.replace(body, tokens=tokens + 1), layout.layers, meta) is None
+    for other in (noise, meta[:1] + noise):
+        said = layout_of(body, layout.layers, other)
+        assert said is None or layout_meta(said) == other
+
+
+def test_what_is_no_floats_has_no_layout_meta():
+    assert [layout_meta(KVLayout(1, 1, 1, dtype)) for dtype in ("uint8", "float8_e5m2")] == [b"", b""]
+    assert not is_layout_meta(b"")
+    body = BodyInfo(ContentKey(bytes(16)), EXACT, 1, 4)
+    for forged in ("c100010001000000", "c101000001000000", "c101010000000000"):
+        assert layout_of(body, 1, bytes.fromhex(forged)) is None
 
 
 def test_memory_for_a_disk_starts_on_a_page():

@@ -23,6 +23,7 @@ from p2pcache.core.keys import (
     chunk_keys_py,
     exact_key,
     hash_salt,
+    lossy_key,
     named_key,
 )
 from p2pcache.core.layout import DTYPE_BYTES, KVLayout
@@ -125,6 +126,7 @@ def test_keys_of_version_1_stay_what_they_are():
     assert first.content.hex() == "9df40bbc14bbe7b1259deb80d3e3ca86"
     assert second.exact.hex() == "4a4162a29c36abd91b97c02fdbdca289"
     assert image.content.hex() == "d44c0e3e9bcb4f162bf424f31b051dc0"
+    assert lossy_key(second.exact, "int8").hex() == "66938f0b3a6d1dfb256c25b868682f74"
 
 
 def test_equal_in_another_process_under_another_hash_seed():
@@ -409,6 +411,11 @@ def test_approximate_and_named_keys_are_apart_from_all_others():
         named_key(KEY, "11", 0),
         named_key(KEY, "", 0),
         named_key(VARIANTS["dtype"].key(), 1, 0),
+        lossy_key(chunk.exact, "int8"),
+        lossy_key(chunk.exact, "int4"),
+        lossy_key(chunk.exact, ""),
+        lossy_key(lossy_key(chunk.exact, "int8"), "int8"),
+        lossy_key(body_key(KEY, chunk.exact, Provenance.APPROXIMATE), "int8"),
     ]
     assert len(set(keys)) == len(keys) and {len(k) for k in keys} == {16}
     assert body_key(KEY, chunk.exact, Provenance.IN_CONTEXT) == chunk.exact

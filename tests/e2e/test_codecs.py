@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
+import tracemalloc
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,15 @@ import torch
 
 from p2pcache import EmbeddedMesh, FixedChunker, KVLayout, Match, Miss, Namespace, NodeConfig, Source, codecs
 from p2pcache.api import Cache
+from p2pcache.core.tiers import Slot
+from p2pcache.embedded import KVCacheManager
 from p2pcache.io.transport_ucx import ucx_available
 from p2pcache.metrics import samples
+from p2pcache.node import outbox
 from p2pcache.node.inbox import Inbox
 from p2pcache.node.wireform import body_to_wire, leave_from_wire
 from p2pcache.runtime import NodeRuntime
-from p2pcache.types import BodyInfo, ConfigError, ContentKey, ExactKey
+from p2pcache.types import BodyInfo, ConfigError, ContentKey, ExactKey, NodeDown, Provenance, Tier
 from tests.fault.node_process import PATIENCE_S, at_rest, state, until
 
 MIB = 1 << 20
@@ -57,7 +62,7 @@ class Mesh:
             for r in self.status(index)["codecs"]["coded"]
             if (r["tier"], r["direction"]) == (tier, direction)
         ]
-        assert {(r["codec"], r["error"]) for r in rows} <= {("lossless", 0.0)}
+        assert {r["codec"] for r in rows} <= {"lossless"}
         return tuple(sum(r[key] for r in rows) for key in ("bodies", "raw_bytes", "encoded_bytes"))
 
 
@@ -239,6 +244,317 @@ def test_a_cancelled_promotion_keeps_its_slot_until_the_decoder_has_let_go(
     fetch_exact(m.cache(0), run, kv, Source.NVME)
 
 
+# -- lossy codecs on demotion ----------------------------------------------------------------------
+
+
+def lossy(folder: Path, codec: str = "int8", **more: Any) -> dict[str, Any]:
+    return tiered(folder, nvme_codec=codec) | more
+
+
+def written(m: Mesh, records: int) -> None:
+    until(lambda: m.status(0)["nvme"]["records"] == records, f"{records} demoted")
+
+
+def evict(m: Mesh, index: int = 0) -> None:
+    """Push all that nobody holds out of a node's host tier, as more bodies would, and tell the owners."""
+    until(lambda: at_rest(m.status(index)), "what was fetched has been released")
+    m.nodes[index].call(push_out(m.nodes[index]))
+    m.nodes[index].flush()
+
+
+async def push_out(runtime: NodeRuntime) -> None:
+    residency = runtime.node.residency
+    for slot in list(residency.tier.resident()):
+        await residency._evict([slot])
+
+
+Known = tuple[str, Provenance, Tier]
+
+
+def bodies(cache: Cache, run: torch.Tensor) -> list[list[Known]]:
+    """Per chunk, all that is known of it, sorted: a body's codec and provenance, and the tier of a holder."""
+    found = cache.lookup(run, chunker=CHUNKS, budget_s=PATIENCE_S, everywhere=True)
+    return [
+        sorted((f.body.codec, f.body.provenance, h.tier) for f in c.found for h in f.holders)
+        for c in found.chunks
+    ]
+
+
+def quantised(kv: torch.Tensor, codec: str) -> torch.Tensor:
+    """What a chunk's KV becomes."""
+    layout = dataclasses.replace(LAYOUT, dtype=str(kv.dtype).removeprefix("torch."))
+    kv = kv.contiguous()
+    encoded = codecs.encode(codec, memoryview(_flat(kv)), layout, kv.shape[2])
+    assert encoded.codec == codec
+    out = torch.empty_like(kv)
+    codecs.decode_into(codec, encoded.data, memoryview(_flat(out)), layout, kv.shape[2])
+    return out
+
+
+def _flat(kv: torch.Tensor) -> Any:
+    return kv.view(torch.uint8).view(-1).numpy()
+
+
+def fetch_lossy(cache: Cache, run: torch.Tensor, kv: torch.Tensor, codec: str, source: Source) -> None:
+    """Every chunk is there by its content, is what the codec makes of it, and is not to be had as exact."""
+    found = cache.lookup(run, chunker=CHUNKS, budget_s=PATIENCE_S)
+    whats = {(c.match, c.body.codec, c.body.provenance) for c in found.chunks if c.body}
+    assert whats == {(Match.CONTENT, codec, Provenance.APPROXIMATE)}
+    with cache.fetch(found, budget_s=PATIENCE_S) as fetched:
+        assert [(c.miss, c.source) for c in fetched] == [(None, source)] * len(found.chunks)
+        for c in fetched:
+            start = c.found.keys.start
+            assert c.found.body.base_position == start
+            assert same_bits(c.kv, quantised(kv[:, :, start : start + 64], codec))
+    strict = cache.lookup(run, chunker=CHUNKS, content_reuse=False, budget_s=PATIENCE_S)
+    assert {(c.match, c.miss) for c in strict.chunks} == {(Match.NONE, Miss.EXACT_ONLY)}
+
+
+def made_of(codec: str, *tiers: Tier) -> list[Known]:
+    return [(codec, Provenance.APPROXIMATE, tier) for tier in tiers]
+
+
+EXACT_HERE = [("raw", Provenance.IN_CONTEXT, Tier.HOST)]
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_demoted_lossily_is_found_by_content_after_a_restart_and_never_as_exact(
+    mesh: Callable, tmp_path: Path, codec: str, dtype: torch.dtype
+) -> None:
+    m = mesh(lossy(tmp_path / "nvme", codec))
+    namespace = NAMESPACE if dtype is torch.bfloat16 else NOT_BF16
+    run = prompt(256)
+    kv = keep(m.cache(0, namespace), run, torch.randn(LAYOUT.shape(256)).to(dtype))
+    written(m, 4)
+    assert m.status(0)["nvme"]["live_bytes"] < (0.75 if codec == "int8" else 0.5) * (256 << 10)
+    m.restart(0, nvme_codec="none")  # what lies there is read, whatever is written from now on
+    cache = m.cache(0, namespace)
+    fetch_lossy(cache, run, kv, codec, Source.NVME)
+    fetch_lossy(cache, run, kv, codec, Source.LOCAL)
+
+
+def test_a_lossy_body_stands_in_for_the_exact_one_once_that_is_gone(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh(lossy(tmp_path / "nvme"), {})
+    run = prompt(128)
+    kv = keep(m.cache(0), run)
+    written(m, 2)
+    for cache in (m.cache(0), m.cache(1)):  # while it is there, nobody is told of what was made of it
+        assert bodies(cache, run) == [EXACT_HERE] * 2
+    assert {b.codec for b, _ in m.nodes[0].node.residency.holdings()} == {"raw"}
+    evict(m)
+    for cache in (m.cache(0), m.cache(1)):
+        assert bodies(cache, run) == [made_of("int8", Tier.NVME)] * 2
+    fetch_lossy(m.cache(1), run, kv, "int8", Source.PEER)
+    m.nodes[1].flush()
+    fetch_lossy(m.cache(0), run, kv, "int8", Source.LOCAL)  # it came up for the peer
+    evict(m)
+    assert bodies(m.cache(0), run) == [made_of("int8", Tier.HOST, Tier.NVME)] * 2
+    assert m.status(0)["nvme"]["records"] == 2, "it lay there already"
+
+
+def test_the_exact_body_comes_back_beside_the_lossy_one_and_is_preferred(
+    mesh: Callable, tmp_path: Path
+) -> None:
+    m = mesh(lossy(tmp_path / "nvme"))
+    cache, run = m.cache(0), prompt(128)
+    kv = keep(cache, run)
+    written(m, 2)
+    evict(m)
+    other = keep(cache, run, kv + 1)  # computed anew, with other bits
+    assert bodies(cache, run) == [made_of("int8", Tier.NVME) + EXACT_HERE] * 2
+    fetch_exact(cache, run, other, Source.LOCAL)
+    evict(m)
+    assert bodies(cache, run) == [made_of("int8", Tier.NVME)] * 2
+    fetch_lossy(cache, run, kv, "int8", Source.NVME)
+
+
+def test_the_exact_body_of_a_peer_is_preferred(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh(lossy(tmp_path / "nvme"), {}, {})
+    run = prompt(128)
+    kv = keep(m.cache(0), run)
+    fetch_exact(m.cache(1), run, kv, Source.PEER)
+    m.nodes[1].flush()
+    written(m, 2)
+    evict(m)
+    for index in (2, 0):
+        fetch_exact(m.cache(index), run, kv, Source.PEER)
+
+
+def test_an_isolated_body_goes_down_bit_by_bit(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh(lossy(tmp_path / "nvme"))
+    run, cache = prompt(64), m.cache(0)
+    kv = torch.randn(LAYOUT.shape(64)).to(torch.bfloat16)
+    cache.store(cache.chunks(run, CHUNKS), kv, provenance=Provenance.ISOLATED)
+    written(m, 1)
+    m.restart(0)
+    found = m.cache(0).lookup(run, chunker=CHUNKS, budget_s=PATIENCE_S)
+    assert [(c.match, c.body and c.body.provenance) for c in found.chunks] == [
+        (Match.CONTENT, Provenance.ISOLATED)
+    ]
+    with m.cache(0).fetch(found, budget_s=PATIENCE_S) as fetched:
+        assert same_bits(fetched[0].kv, kv)
+
+
+def test_a_value_under_a_callers_own_name_is_never_changed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "nvme").mkdir(mode=0o700)
+    sizes = {"gpu_memory_gb": 0, "cpu_memory_gb": 0.01, "nvme_gb": 0.05}
+    place = {"runtime_dir": str(tmp_path), "nvme_path": str(tmp_path / "nvme"), "device": "cpu"}
+    with KVCacheManager(**sizes, **place, nvme_codec="int4", demote_above=0.0) as manager:
+        value = torch.randn(64, 64, 16).to(torch.bfloat16)
+        manager.put("name", value)
+        until(lambda: state(manager.runtime)["nvme"]["records"] == 1, "demoted")
+        manager.runtime.call(push_out(manager.runtime))
+        assert state(manager.runtime)["host"]["bodies"] == 0
+        assert torch.equal(manager.get("name"), value)
+
+
+@pytest.mark.parametrize("made", [None, special])
+def test_a_bound_on_the_error_keeps_the_very_body(
+    mesh: Callable, tmp_path: Path, made: Callable | None
+) -> None:
+    m = mesh(lossy(tmp_path / "nvme", "int4", codec_error_max=0.1 if made is None else 0.5))
+    run = prompt(256)
+    kv = keep(m.cache(0), run, made() if made else None)
+    written(m, 4)
+    status = m.status(0)
+    assert status["codecs"]["kept_raw"] == [{"tier": "nvme", "reason": "error", "bodies": 4}]
+    errors = {row["codec"]: row for row in status["codecs"]["errors"]}
+    assert errors["lossless"]["worst"] == 0
+    if made is None:  # what is not finite has no error that could be counted
+        assert sum(errors["int4"]["counts"]) == 4 and 0.1 < errors["int4"]["worst"] < 1
+        found = {(s.name, *s.labels[1:]): s.value for s in samples(status) if "error" in s.name}
+        labels = ("tier", "nvme"), ("codec", "int4")
+        assert found["p2pcache_codec_error_ratio_bucket", *labels, ("le", "0.1")] == 0
+        assert found["p2pcache_codec_error_ratio_bucket", *labels, ("le", "1")] == 4
+        assert found["p2pcache_codec_error_ratio_sum", *labels] == pytest.approx(errors["int4"]["sum"])
+        assert found["p2pcache_codec_error_max_ratio", *labels] == errors["int4"]["worst"]
+    m.restart(0)
+    fetch_exact(m.cache(0), run, kv, Source.NVME)
+
+
+def test_a_lossy_body_whose_record_is_gone_goes_down_again_without_further_loss(
+    mesh: Callable, tmp_path: Path
+) -> None:
+    m = mesh(lossy(tmp_path / "nvme"))
+    cache, run = m.cache(0), prompt(64)
+    kv = keep(cache, run)
+    written(m, 1)
+    evict(m)
+    fetch_lossy(cache, run, kv, "int8", Source.NVME)
+    nvme = m.nodes[0].node.ports.nvme
+    (record,) = nvme.records()
+    m.nodes[0].call(nvme.drop(record.body.exact))
+    evict(m)
+    (again,) = nvme.records()
+    assert (again.body, again.coding.codec) == (record.body, "lossless")
+    fetch_lossy(cache, run, kv, "int8", Source.NVME)
+
+
+def test_runs_go_on_through_lossy_bodies(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh(lossy(tmp_path / "nvme"))
+    cache, run = m.cache(0), prompt(256)
+    keep(cache, run)
+    written(m, 4)
+    evict(m)
+
+    def follows(tokens: torch.Tensor) -> list[tuple[str | None, bool]]:
+        chunks = cache.lookup(tokens, chunker=CHUNKS, budget_s=PATIENCE_S).chunks
+        return [(c.body.codec if c.body else None, c.follows) for c in chunks]
+
+    assert follows(run) == [("int8", False)] + [("int8", True)] * 3  # of this very prompt, so it can be told
+    assert follows(torch.cat([run[64:192], run[:64]])) == [("int8", False)] * 3  # of which one, cannot
+    keep(cache, run[:64])
+    moved = torch.cat([prompt(64, 9), run])
+    assert follows(moved) == [(None, False), ("raw", False)] + [("int8", True)] * 3
+
+
+def test_a_pinned_body_stays_exact_while_its_stand_in_waits(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh(lossy(tmp_path / "nvme"))
+    cache, run = m.cache(0), prompt(128)
+    kv = keep(cache, run)
+    written(m, 2)
+    assert cache.pin(cache.lookup(run, chunker=CHUNKS, budget_s=PATIENCE_S), 60.0) == 2
+    evict(m)
+    fetch_exact(cache, run, kv, Source.LOCAL)
+
+
+def test_what_is_forgotten_is_forgotten_in_every_form(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh(lossy(tmp_path / "nvme"))
+    cache, run = m.cache(0), prompt(128)
+    keep(cache, run)
+    written(m, 2)
+    first, second = (k.exact for k in cache.chunks(run, CHUNKS))
+    cache.client.link().call("forget", {"bodies": [first]}, PATIENCE_S)
+    evict(m)
+    assert bodies(cache, run) == [[], made_of("int8", Tier.NVME)]
+    cache.client.link().call("forget", {"bodies": [second]}, PATIENCE_S)
+    m.nodes[0].flush()
+    assert bodies(cache, run) == [[], []] and m.status(0)["nvme"]["records"] == 0
+
+
+def test_a_leaver_hands_on_a_lossy_body_under_its_own_name(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh(lossy(tmp_path / "nvme"), {})
+    run = prompt(128)
+    kv = keep(m.cache(0), run)
+    written(m, 2)
+    evict(m)
+    fetch_lossy(m.cache(0), run, kv, "int8", Source.NVME)
+    assert m.nodes[0].drain(PATIENCE_S)["bodies"] == 2
+    fetch_lossy(m.cache(1), run, kv, "int8", Source.LOCAL)
+
+
+def test_a_body_that_was_damaged_in_memory_is_not_made_into_a_sound_one(
+    mesh: Callable, tmp_path: Path
+) -> None:
+    m = mesh(lossy(tmp_path / "nvme", demote_above=1.0))
+    cache, run = m.cache(0), prompt(64)
+    keep(cache, run)
+    node = m.nodes[0].node
+    (slot,) = node.residency.tier.resident()
+    node.ports.slab.view(slot.offset, slot.nbytes)[5000] ^= 1
+    evict(m)
+    assert bodies(cache, run) == [[]] and m.status(0)["nvme"]["records"] == 0
+    assert m.status(0)["counters"]["corrupt"] == 1 and m.status(0)["host"]["bodies"] == 0
+
+
+def test_a_damaged_lossy_record_is_a_miss_and_never_served(mesh: Callable, tmp_path: Path) -> None:
+    m = mesh(lossy(tmp_path / "nvme"))
+    run = prompt(64)
+    keep(m.cache(0), run)
+    written(m, 1)
+    m.nodes[0].close()
+    (segment,) = [p for p in (tmp_path / "nvme").iterdir() if p.is_file() and b"p2kv" in p.read_bytes()]
+    whole = bytearray(segment.read_bytes())
+    whole[whole.index(b"p2kv") + 20_000] ^= 8
+    segment.write_bytes(whole)
+    m.restart(0)
+    assert _miss(m.cache(0), run) in (Miss.CORRUPT, Miss.HOLDER_GONE)
+    assert m.status(0)["counters"]["corrupt"] == 1 and m.status(0)["nvme"]["records"] == 0
+    m.nodes[0].flush()
+    assert bodies(m.cache(0), run) == [[]]
+
+
+def test_what_the_log_drops_is_withdrawn_whether_it_stood_in_or_not(mesh: Callable, tmp_path: Path) -> None:
+    small = {"nvme_bytes_max": 512 << 10, "nvme_segment_bytes": 128 << 10, "host_bytes_max": 2 * MIB}
+    m = mesh(lossy(tmp_path / "nvme", **small), {})
+    runs = [prompt(64, seed) for seed in range(30)]
+    for i, run in enumerate(runs):
+        keep(m.cache(0), run)
+        if i % 2:
+            evict(m)
+    evict(m)
+    node = m.nodes[0].node
+    there = {record.body.exact for record in node.ports.nvme.records()}
+    assert 0 < len(there) < 15 and not node.residency._stand_ins
+    known = set()
+    for run in runs:
+        (chunk,) = m.cache(1).lookup(run, chunker=CHUNKS, budget_s=PATIENCE_S).chunks
+        known |= {f.body.exact for f in chunk.found}
+    assert known == there
+
+
 # -- between hosts ---------------------------------------------------------------------------------
 
 WIRE = {"wire_codec": "lossless"}
@@ -295,6 +611,95 @@ def test_who_cannot_or_need_not_is_sent_raw_bodies(mesh: Callable, settings: lis
     fetch_exact(m.cache(1), run, kv, Source.PEER)
     assert [m.coded(i, "wire", way)[0] for i in (0, 1) for way in ("encode", "decode")] == [0] * 4
     at_rest_on_the_wire(m)
+
+
+def test_auto_encodes_over_a_line_that_is_slow_and_not_over_a_fast_one(mesh: Callable) -> None:
+    m = mesh(*[{"wire_codec": "auto", "transports": ("tcp",)}] * 2)
+    kv, reader = {}, m.nodes[1].node
+    for seed in range(4):
+        kv[seed] = keep(m.cache(0), prompt(64, seed))
+    fetch_exact(m.cache(1), prompt(64, 0), kv[0], Source.PEER)  # raw, while speeds are being measured
+    until(lambda: reader.coder._decode.seconds is not None, "the codec's speed has been measured")
+    line = reader.costs.rate("tcp", "n0")
+
+    def at(bytes_per_s: float) -> None:
+        for _ in range(5):
+            line.observe(MIB, MIB / bytes_per_s, reader._loop.time())
+
+    at(1e12)
+    fetch_exact(m.cache(1), prompt(64, 1), kv[1], Source.PEER)
+    assert m.coded(1, "wire", "decode")[0] == 0
+    assert m.status(1)["codecs"]["wire"] == [{"way": "tcp", "peer": "n0", "encoded": False}]
+    at(1e6)
+    fetch_exact(m.cache(1), prompt(64, 2), kv[2], Source.PEER)
+    assert m.coded(1, "wire", "decode")[0] == 1
+    assert m.status(1)["codecs"]["wire"] == [{"way": "tcp", "peer": "n0", "encoded": True}]
+    at(1e12)
+    fetch_exact(m.cache(1), prompt(64, 3), kv[3], Source.PEER)
+    assert m.coded(1, "wire", "decode")[0] == 1
+    at_rest_on_the_wire(m)
+
+
+def test_a_parcel_counts_for_what_it_takes_whatever_its_layers() -> None:
+    """Of a body that is not worth encoding only the names stay, and those grow with the layers."""
+    body = BodyInfo(ContentKey(bytes(16)), ExactKey(bytes(16)), 1, 1024 * 4)
+    slot = Slot(body, 0, 1)
+    tracemalloc.start()
+    try:
+        parcels, before = {}, tracemalloc.get_traced_memory()[0]
+        for i in range(50):
+            slot.fill(tuple(range((i + 1) << 40, ((i + 1) << 40) + 1024)), b"")
+            parcels[slot.exact, slot.checksums] = tuple(n + 1 for n in slot.checksums)
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken / 50 <= outbox._overhead_bytes(slot)
+
+
+def test_room_for_a_parcel_is_made_without_a_look_at_all_others(mesh: Callable) -> None:
+    m = mesh(WIRE)
+    box = m.nodes[0].node.desk.outbox
+
+    class Counted(OrderedDict):
+        looks = 0
+
+        def items(self):  # noqa: ANN202
+            for item in super().items():
+                Counted.looks += 1
+                yield item
+
+    async def fill() -> None:
+        done = asyncio.get_running_loop().create_future()
+        box._parcels = Counted((i, outbox.Parcel(done, 1)) for i in range(1000))
+        box.nbytes = 1000
+        assert box._make_room(10) and Counted.looks == 0
+        assert box._make_room(box._bytes_max - 990) and Counted.looks == 10 and len(box._parcels) == 990
+        box._parcels.clear()
+        box.nbytes = 0
+
+    m.nodes[0].call(fill())
+
+
+def test_what_has_not_begun_is_not_waited_for_when_it_is_cancelled(mesh: Callable) -> None:
+    m = mesh(WIRE | {"codec_workers": 1})
+    coder, gate, begun = m.nodes[0].node.coder, threading.Event(), threading.Event()
+
+    def long() -> None:
+        begun.set()
+        assert gate.wait(PATIENCE_S)
+
+    async def cancel() -> None:
+        first = asyncio.ensure_future(coder._run(long))
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
+        second = asyncio.ensure_future(coder._run(lambda: pytest.fail("it was cancelled")))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.wait([second])
+        assert second.cancelled() and not first.done()
+        gate.set()
+        await first
+
+    m.nodes[0].call(cancel())
 
 
 def test_encoded_bodies_are_kept_within_a_cap(mesh: Callable) -> None:
@@ -365,6 +770,34 @@ def test_an_encoding_that_fails_costs_the_encoding_and_not_the_body(
     m.nodes[0].call(first_gives_up())
 
 
+@pytest.mark.parametrize("error", [MemoryError("no memory"), NodeDown("closed")])
+def test_a_body_that_cannot_be_encoded_is_sent_as_it_is(
+    mesh: Callable, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    m = mesh(*[WIRE | {"transports": ("tcp",)}] * 2)
+    run = prompt(128)
+    kv = keep(m.cache(0), run)
+
+    async def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(m.nodes[0].node.coder, "pack", fails)
+    fetch_exact(m.cache(1), run, kv, Source.PEER)
+    assert m.status(0)["wire_codec_bytes"]["out"] == 0
+    at_rest_on_the_wire(m)
+
+
+def test_a_buffer_that_there_is_no_memory_for_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(nbytes: int) -> memoryview:
+        raise MemoryError
+
+    inbox = Inbox(100)
+    monkeypatch.setattr("p2pcache.node.inbox.page_aligned", none)
+    with pytest.raises(MemoryError):
+        inbox.take(50)
+    assert inbox.nbytes == 0
+
+
 @pytest.mark.parametrize("where", ["on the way", "before the way"])
 def test_encoded_bytes_that_are_wrong_are_a_miss_and_never_served(
     mesh: Callable, monkeypatch: pytest.MonkeyPatch, where: str
@@ -375,10 +808,10 @@ def test_encoded_bytes_that_are_wrong_are_a_miss_and_never_served(
     coder = m.nodes[0].node.coder
     pack = coder.pack
 
-    async def wrongly(place: str, codec: str, raw: memoryview, *of: Any) -> Any:
+    async def wrongly(place: str, codec: str, raw: memoryview, of: Any) -> Any:
         changed = memoryview(bytearray(raw))
         changed[5000] ^= where == "before the way"  # parts and their checksums fit, yet not the body
-        packed = await pack(place, codec, changed, *of)
+        packed = await pack(place, codec, changed, of)
         data = memoryview(bytearray(packed.data))
         data[5000] ^= where == "on the way"
         return packed._replace(data=data)
@@ -468,11 +901,17 @@ def test_a_hostile_encoded_ticket_is_no_leave(codec: str, nbytes: int, parts: in
 # -- settings and metrics --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("lossy", ["int8", "int4"])
+def test_a_codec_that_changes_bits_acts_on_demotion_and_not_on_the_wire(lossy: str) -> None:
+    assert NodeConfig(nvme_codec=lossy).nvme_codec == lossy
+    with pytest.raises(ConfigError, match=f"wire_codec {lossy} is not there: .*nvme_codec takes it"):
+        NodeConfig(wire_codec=lossy)
+
+
 @pytest.mark.parametrize("setting", ["nvme_codec", "wire_codec"])
-def test_only_a_codec_that_changes_no_bit_may_act_by_itself(setting: str) -> None:
-    for lossy in ("int8", "int4", "raw"):
-        with pytest.raises(ConfigError, match=f"{setting} is one of none, lossless, not '{lossy}'"):
-            NodeConfig(**{setting: lossy})
+def test_a_codec_that_nobody_has_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} is one of none, lossless, .*, not 'raw'"):
+        NodeConfig(**{setting: "raw"})
 
 
 def test_a_bound_out_of_range_is_refused() -> None:
@@ -492,5 +931,7 @@ def test_metrics_tell_bytes_by_tier_codec_and_direction(mesh: Callable, tmp_path
     assert found["p2pcache_codec_bodies_total", *labels] == 2
     assert found["p2pcache_codec_raw_bytes_total", *labels] == 128 << 10
     assert 0 < found["p2pcache_codec_encoded_bytes_total", *labels] < 0.85 * (128 << 10)
-    assert found["p2pcache_codec_error_ratio", ("tier", "nvme"), ("codec", "lossless")] == 0
+    assert found["p2pcache_codec_error_max_ratio", *labels[:2]] == 0
+    assert found["p2pcache_codec_error_ratio_count", *labels[:2]] >= 2
+    assert found["p2pcache_codec_seconds_total", *labels] > 0
     assert found["p2pcache_codec_kept_raw_total", ("tier", "nvme"), ("reason", "saving")] == 1
