@@ -252,8 +252,9 @@ OPS: dict[str, tuple[Check, Check]] = {
     ),
     "pull.open": (
         # codecs: those that the reader takes; without any it is given raw bodies
+        # tokens: one a body, which its ticket may have, so that its bytes can be asked for meanwhile
         _record(
-            {"codecs": _list(_text(32), 16)},
+            {"codecs": _list(_text(32), 16), "tokens": _list(TOKEN, CHUNKS_MAX)},
             bodies=_list(KEY, CHUNKS_MAX),
             transport=_text(16),
             deadline_s=_number,

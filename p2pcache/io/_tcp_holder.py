@@ -36,10 +36,12 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 60.0  # a connection without a request is closed after so long
 REQUEST_S = 5.0  # a started request must be whole by then
+EARLY_S = 2.0  # and an early one is told off where its ticket is not issued by then
 SWEEP_S = 1.0
 
 
 class _Request(NamedTuple):
+    early: int
     token: bytes
     nbytes: int  # of the whole body, as the reader was told
     start: int
@@ -90,7 +92,8 @@ class Holder:
         self._workers = Workers("p2pcache-tcp-send", threads_max)
         self._selector = selectors.DefaultSelector()
         self._idle: dict[_Connection, None] = {}  # the watcher's alone; longest idle first
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
+        self._early: dict[bytes, tuple[_Connection, _Request]] = {}  # by the token whose ticket they await
         self._serving: set[_Connection] = set()
         self._served: deque[_Connection] = deque()
         self._closing = False
@@ -111,6 +114,13 @@ class Holder:
         await join(self._workers.stop())  # after the watcher, which submits to them
         os.close(self._wake)
 
+    def look_again(self, token: bytes) -> None:
+        """A ticket has been issued, or refused: answer who asks for it already. From any thread."""
+        with self._lock:
+            waiting = None if self._closing else self._early.pop(token, None)
+            if waiting is not None:
+                self._hand_over(*waiting)
+
     # On the watcher's thread.
 
     def _watch(self) -> None:
@@ -126,11 +136,13 @@ class Holder:
                 try:
                     for connection in [c for c in self._idle if c.deadline_s < now]:
                         self._drop(connection)
+                    self._drop_early(now)
                 except Exception:
                     log.exception("the tcp listener goes on after")
         self._selector.close()
         self._listener.close()
-        close_all(connection.sock for connection in [*self._idle, *self._served])
+        early = [connection for connection, _ in self._early.values()]
+        close_all(connection.sock for connection in [*self._idle, *self._served, *early])
 
     def _accept(self) -> None:
         try:
@@ -142,8 +154,8 @@ class Holder:
             if not self._drop_longest_idle():
                 time.sleep(SWEEP_S)
             return
-        full = len(self._idle) + len(self._serving) >= self._connections_max
-        if full and not self._drop_longest_idle():
+        full = len(self._idle) + len(self._early) + len(self._serving) >= self._connections_max
+        if full and not (self._drop_longest_idle() or self._drop_early()):
             sock.close()
             return
         tune(sock)
@@ -175,15 +187,40 @@ class Holder:
             connection.deadline_s = min(connection.deadline_s, time.monotonic() + REQUEST_S)
             return
         self._forget(connection)
+        if request.early:
+            return self._park(connection, request)
         with self._lock:
-            self._serving.add(connection)
+            self._hand_over(connection, request)
+
+    def _park(self, connection: _Connection, request: _Request) -> None:
+        """Until the ticket is issued, or has been."""
+        connection.deadline_s = time.monotonic() + EARLY_S
+        with self._lock:
+            if request.token in self._early:  # two with one token: neither is worth a thought
+                connection.sock.close()
+                return
+            self._early[request.token] = connection, request
+        if self._tickets.begin(request.token) is not None:
+            self._tickets.end(request.token)
+            self.look_again(request.token)
+
+    def _hand_over(self, connection: _Connection, request: _Request) -> None:
+        """To a worker. Under the lock."""
+        self._serving.add(connection)
         try:
             self._workers.submit(partial(self._serve, connection, request))
         except RuntimeError as exc:
             log.warning("cannot serve a tcp reader: %s", exc)
-            with self._lock:
-                self._serving.discard(connection)
+            self._serving.discard(connection)
             reset(connection.sock)
+
+    def _drop_early(self, before_s: float = float("inf")) -> bool:
+        """Hang up on those whose time is up by then: all, or without a time the one that waits longest."""
+        with self._lock:
+            late = [token for token, (c, _) in self._early.items() if c.deadline_s < before_s]
+            dropped = [self._early.pop(token) for token in (late if before_s < float("inf") else late[:1])]
+        close_all(connection.sock for connection, _ in dropped)
+        return bool(dropped)
 
     def _drop_longest_idle(self) -> bool:
         if not self._idle:

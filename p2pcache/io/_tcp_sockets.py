@@ -12,9 +12,10 @@ from p2pcache.types import ConfigError
 
 MAGIC = b"P2PK"
 VERSION = 2
-REQUEST = struct.Struct(">4sB3x16sQQQ")
+REQUEST = struct.Struct(">4sBB2x16sQQQ")
 ANSWER = struct.Struct(">4sBB2xQ")
 OK, GONE, BAD_RANGE, BAD_VERSION = range(4)
+EARLY = 1  # a request that may be here before its ticket
 
 PIECE_BYTES = 512 << 10  # of one send or receive
 BUFFER_BYTES = 4 << 20  # of a socket: 1.3 to 2 times what autotuning reaches on loopback
@@ -47,6 +48,15 @@ def reader_socket(address: Address) -> socket.socket:
     tune(sock)
     set_timeouts(sock, receive_s=SILENT_S, send_s=STALLED_S)
     return sock
+
+
+def ask(sock: socket.socket, token: bytes, nbytes: int, start: int, count: int, early: int = 0) -> None:
+    """Send a request. An early one never waits. Raises OSError."""
+    request = REQUEST.pack(MAGIC, VERSION, early, token, nbytes, start, count)
+    if not early:
+        sock.sendall(request)
+    elif sock.send(request, socket.MSG_DONTWAIT) < len(request):
+        raise BlockingIOError("no room for a request")
 
 
 def tune(sock: socket.socket) -> None:

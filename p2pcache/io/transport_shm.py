@@ -84,6 +84,12 @@ class ShmTransport:
         self._queue(pull, peer)
         return pull
 
+    def ask_early(self, peer: Member, nbytes: int) -> bytes | None:
+        return None
+
+    def forget_early(self, token: bytes) -> None:
+        pass
+
     def description(self) -> dict[str, Any]:
         return {}
 

@@ -586,7 +586,7 @@ def test_tcp_reader_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatc
             ticket = m.tickets.grant(LARGE)
             host, _, port = m.member.transports["tcp"].rpartition(":")
             with socket.create_connection((host, int(port))) as lazy:
-                lazy.sendall(REQUEST.pack(MAGIC, VERSION, ticket.token, LARGE, 0, LARGE))
+                lazy.sendall(REQUEST.pack(MAGIC, VERSION, 0, ticket.token, LARGE, 0, LARGE))
                 await m.tickets.until_balanced(begins_min=1)
 
     run(case)
