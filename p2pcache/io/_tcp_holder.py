@@ -84,11 +84,17 @@ class Holder:
     """
 
     def __init__(
-        self, listener: socket.socket, tickets: Tickets, threads_max: int, connections_max: int
+        self,
+        listener: socket.socket,
+        tickets: Tickets,
+        threads_max: int,
+        connections_max: int,
+        bytes_per_s_min: int = 0,
     ) -> None:
         self._listener = listener
         self._tickets = tickets
         self._connections_max = connections_max
+        self._bytes_per_s_min = bytes_per_s_min
         self._workers = Workers("p2pcache-tcp-send", threads_max)
         self._selector = selectors.DefaultSelector()
         self._idle: dict[_Connection, None] = {}  # the watcher's alone; longest idle first
@@ -272,7 +278,7 @@ class Holder:
             return False
         try:
             if body.nbytes == request.nbytes and request.start + request.count <= body.nbytes:
-                _send(sock, body, request.start, request.start + request.count)
+                _send(sock, body, request.start, request.start + request.count, self._bytes_per_s_min)
                 return True
             sock.sendall(ANSWER.pack(MAGIC, VERSION, BAD_RANGE, body.nbytes), socket.MSG_NOSIGNAL)
             return False
@@ -281,8 +287,13 @@ class Holder:
             self._tickets.end(request.token)
 
 
-def _send(sock: socket.socket, body: memoryview, start: int, stop: int) -> None:
-    """Raises OSError when the reader has gone, or BlockingIOError when it took nothing for STALLED_S."""
+def _send(sock: socket.socket, body: memoryview, start: int, stop: int, bytes_per_s_min: int) -> None:
+    """Raises OSError when the reader has gone, or BlockingIOError when it took nothing for STALLED_S.
+
+    One that takes some now and then holds a worker and a lease as well, so over time it has to be faster than
+    `bytes_per_s_min`, where that is not 0: TimeoutError.
+    """
+    began_s, first = time.monotonic(), start
     header = ANSWER.pack(MAGIC, VERSION, OK, body.nbytes)
     with body[start : min(start + PIECE_BYTES, stop)] as piece:
         sent = sock.sendmsg([header, piece], [], socket.MSG_NOSIGNAL) - len(header)
@@ -292,3 +303,5 @@ def _send(sock: socket.socket, body: memoryview, start: int, stop: int) -> None:
     while start < stop:
         with body[start : min(start + PIECE_BYTES, stop)] as piece:
             start += sock.send(piece, socket.MSG_NOSIGNAL)
+        if (time.monotonic() - began_s - STALLED_S) * bytes_per_s_min > start - first:
+            raise TimeoutError(f"the reader has taken {start - first:,} bytes of {stop - first:,} by now")

@@ -49,6 +49,7 @@ class TcpTransport:
     threads_max: streams received at once, and as many sent at once; more wait their turn.
     connections_max: readers' connections held open; a new one takes the place of the one that
     has been idle longest, so strangers cannot lock the mesh out.
+    bytes_per_s_min: a reader that takes an answer slower than that is dropped, after a while; 0: none is.
     """
 
     name = "tcp"
@@ -60,11 +61,13 @@ class TcpTransport:
         streams_max: int = 1,
         threads_max: int = 16,
         connections_max: int = 512,
+        bytes_per_s_min: int = 0,
     ) -> None:
         self._host, self._port = host, port
         self._streams_max = streams_max
         self._connections_max = connections_max
         self._threads_max = threads_max
+        self._bytes_per_s_min = bytes_per_s_min
         self._holder: Holder | None = None
         self._readers = Workers("p2pcache-tcp-pull", threads_max)
         self._pool = _Pool(per_peer_max=threads_max)
@@ -74,7 +77,9 @@ class TcpTransport:
 
     async def start(self, tickets: Tickets) -> str:
         listener = listen(self._host, self._port)
-        self._holder = Holder(listener, tickets, self._threads_max, self._connections_max)
+        self._holder = Holder(
+            listener, tickets, self._threads_max, self._connections_max, self._bytes_per_s_min
+        )
         tickets.watchers.append(self._holder.look_again)
         host, port = listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
