@@ -199,10 +199,10 @@ class Holder:
             self._hand_over(connection, request)
 
     def _park(self, connection: _Connection, request: _Request) -> None:
-        """Until the ticket is issued, or has been."""
+        """Until the ticket is issued, or has been. From any thread."""
         connection.deadline_s = time.monotonic() + EARLY_S
         with self._lock:
-            if request.token in self._early:  # two with one token: neither is worth a thought
+            if self._closing or request.token in self._early:  # two with one token: not by our readers
                 connection.sock.close()
                 return
             self._early[request.token] = connection, request
@@ -259,16 +259,19 @@ class Holder:
         except Exception:
             log.exception("serving a tcp reader failed on our side")
         with self._lock:
-            if clean and not self._closing:
-                if following is not None:
-                    self._workers.submit(partial(self._serve, connection, following))
-                else:
-                    self._serving.discard(connection)
-                    self._served.append(connection)
-                    os.eventfd_write(self._wake, 1)
+            clean = clean and not self._closing
+            if clean and following is not None and not following.early:
+                self._workers.submit(partial(self._serve, connection, following))
                 return
             self._serving.discard(connection)
-        hang_up(connection.sock)
+            if clean and following is None:
+                self._served.append(connection)
+                os.eventfd_write(self._wake, 1)
+                return
+        if clean and following is not None:
+            self._park(connection, following)
+        else:
+            hang_up(connection.sock)
 
     def _answer(self, sock: socket.socket, request: _Request) -> bool:
         """False: refused. No reader of ours asks on after that, so the connection ends with it."""

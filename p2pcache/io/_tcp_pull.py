@@ -31,7 +31,7 @@ from p2pcache.io.ports import Ticket, TicketGone, TransportError
 
 SPAN_BYTES = 8 << 20  # about; a body of two of them is worth a second stream
 ASKED_AHEAD = 2  # spans a stream has asked for, the one that it receives among them
-PROGRESS_BYTES = 1 << 20  # each report wakes the loop, which costs this thread the GIL for a moment
+PROGRESS_BYTES = 4 << 20  # each report wakes the loop, which costs this thread the GIL for a moment
 
 
 @dataclass(slots=True)

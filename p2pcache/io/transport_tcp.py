@@ -19,7 +19,6 @@ for a name service.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import socket
 import threading
@@ -28,15 +27,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.membership import Member
 from p2pcache.io._pulls import PeerKey, Workers, join, parse_address
 from p2pcache.io._tcp_holder import Holder
 from p2pcache.io._tcp_pull import SPAN_BYTES, Span, TcpPull
 from p2pcache.io._tcp_sockets import EARLY, SILENT_S, ask, close_all, listen, reader_socket
-from p2pcache.io.ports import Ticket, TicketGone, Tickets, TransportError
-
-log = logging.getLogger(__name__)
+from p2pcache.io.ports import Ticket, Tickets, TransportError
 
 CONNECT_S = 1.5
 IDLE_S = 30.0  # a pooled connection is not used after so long: the holder closes it after 60 s
@@ -102,7 +98,7 @@ class TcpTransport:
         pull.settled.add_done_callback(lambda _: self._pulls.discard(pull))
         pull.early = self._early.pop(ticket.token, None)
         key = (peer.name, peer.incarnation, address)
-        pull.run_on(self._readers, partial(self._run, pull, key), pull.streams)
+        pull.run_on(self._readers, partial(pull.work, partial(self._run, pull, key)), pull.streams)
         return pull
 
     def ask_early(self, peer: Member, nbytes: int) -> bytes | None:
@@ -145,23 +141,11 @@ class TcpTransport:
             await holder.close()
 
     def _run(self, pull: TcpPull, key: PeerKey) -> None:
-        """One stream of a pull, on a reader thread. What has begun ends in `end`: `settled` always comes."""
-        if not pull.begin():
-            return
-        error: Exception | None = None
+        """One stream of a pull, on a reader thread. Raises RemoteError, CorruptBody, OSError."""
         try:
             self._stream(pull, key)
-        except (TransportError, TicketGone, CorruptBody) as exc:
-            error = exc
         except BlockingIOError:  # how the kernel says that a socket's timeout has passed
-            error = TransportError(f"{pull.peer}: silent for {SILENT_S:.0f} s")
-        except OSError as exc:
-            error = TransportError(f"{pull.peer}: {exc}")
-        except Exception as exc:
-            log.exception("a pull over tcp failed on our side")
-            error = TransportError(f"{pull.peer}: {exc!r}")
-        finally:
-            pull.end(error)
+            raise TransportError(f"{pull.peer}: silent for {SILENT_S:.0f} s") from None
 
     def _stream(self, pull: TcpPull, key: PeerKey) -> None:
         taken: list[Span] = []
