@@ -141,7 +141,7 @@ class Serving:
 
     OVERTAKEN_MAX = 16
     ASKS_AGAIN_S = 2.0
-    LINE_MAX = 256
+    LINE_MAX, LINE_EACH_MAX = 256, 32  # who is beyond that is refused all the same, but not remembered
 
     def __init__(self, *, bytes_max: int, reader_bytes_max: int):
         self._bytes_max = bytes_max
@@ -160,7 +160,8 @@ class Serving:
         ahead = list(itertools.takewhile(lambda one: one[0] != (reader, key), self._line.items()))
         if full or mine_full or any(self._holds_back(who, waits, reader) for who, waits in ahead):
             waits = self._line.get((reader, key))
-            if waits is None and len(self._line) < self.LINE_MAX:
+            places = self.LINE_MAX - len(self._line)
+            if waits is None and min(places, self.LINE_EACH_MAX - self._in_line(reader)) > 0:
                 waits = self._line[reader, key] = _Refused(now_s, full, mine_full)
             if waits is not None:
                 waits.asked_s, waits.everybody, waits.reader = now_s, full, mine_full
@@ -180,6 +181,9 @@ class Serving:
             self._leased_to[reader] = left
         else:
             del self._leased_to[reader]
+
+    def _in_line(self, reader: str) -> int:
+        return sum(who == reader for who, _ in self._line)
 
     def _holds_back(self, who: tuple[str, ExactKey], waits: _Refused, reader: str) -> bool:
         in_its_way = waits.everybody or (waits.reader and who[0] == reader)

@@ -192,7 +192,7 @@ class Workers:
         self._unfinished = 0
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job`, which does not raise, on some thread. Raises RuntimeError where none can be had."""
+        """Run `job`, which should not raise, on some thread. Raises RuntimeError where none can be had."""
         with self._lock:
             if len(self._threads) < min(self._unfinished + 1, self._threads_max):
                 name = f"{self._name}-{len(self._threads)}"
@@ -217,7 +217,10 @@ class Workers:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:  # or this thread would be counted on, and be gone
+                log.exception("a job of %s raised", self._name)
             del job  # it refers to a destination, and the next may be long in coming
             with self._lock:
                 self._unfinished -= 1

@@ -26,11 +26,12 @@ from p2pcache.node.counters import Counters
 from p2pcache.node.outbox import Outbox, Parcel
 from p2pcache.node.residency import Residency
 from p2pcache.node.wireform import leave_to_wire
-from p2pcache.types import ExactKey, Miss, TierFull
+from p2pcache.types import ExactKey, Miss, RemoteError, TierFull
 
 _log = logging.getLogger(__name__)
 RETRY_MIN_S, RETRY_MAX_S = 0.005, 1.0
 SMOOTHING = 0.2
+OPENED_MAX = 4096  # by one message: others have a turn before the next
 RENEWED_LEASES_MAX = 6  # a ticket's whole life, in leases: a reader that asks on and on is stopped there
 
 
@@ -207,6 +208,8 @@ class Holder:
         the reader takes. Over shm, which copies from the slab, bodies are raw. tokens: the reader's choice.
         """
         encoded = transport != "shm" and self._config.wire_codec in codecs
+        if len(bodies) > OPENED_MAX:
+            raise RemoteError(f"a reader opens at most {OPENED_MAX} bodies with one message")
         if len(tokens) != len(bodies):
             tokens = [NO_TOKEN] * len(bodies)
         if not encoded and all(self._residency.tier.get(exact) is not None for exact in bodies):

@@ -16,6 +16,7 @@ from p2pcache.io.ports import NO_TOKEN, Control
 from p2pcache.node.wireform import Leave, leave_from_wire
 from p2pcache.types import BodyInfo, Miss, RemoteError
 
+BATCH_MAX = 1024  # bodies; a holder refuses messages of too many
 RETRY_MIN_S = 0.001  # whatever a holder says
 _MISSES = {miss.value: miss for miss in Miss}
 
@@ -119,8 +120,17 @@ class Leaves:
         batch = self._gathering.get(key)
         if batch is None:
             batch = self._gathering[key] = _Batch(peer, transport, codecs)
-            self._loop.call_soon(lambda: self._send(self._gathering.pop(key)))
+            self._loop.call_soon(self._send_gathered, key, batch)
+        elif len(batch.bodies) >= BATCH_MAX:
+            self._send(batch)
+            batch = self._gathering[key] = _Batch(peer, transport, codecs)
+            self._loop.call_soon(self._send_gathered, key, batch)
         return batch
+
+    def _send_gathered(self, key: tuple[str, int, str], batch: _Batch) -> None:
+        if self._gathering.get(key) is batch:
+            del self._gathering[key]
+            self._send(batch)
 
     def _send(self, batch: _Batch) -> None:
         request: dict[str, Any] = {
