@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
+from array import array
 from collections.abc import Iterable
 
 from p2pcache.io._pulls import Address, check_host
@@ -80,6 +83,13 @@ def _set_buffers(sock: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError), open(f"/proc/sys/net/core/{limit}") as file:
             if int(file.read()) >= BUFFER_BYTES:
                 sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+
+
+def readable(sock: socket.socket) -> int:
+    """Bytes that have come and can be received without a wait."""
+    count = array("i", [0])
+    fcntl.ioctl(sock, termios.FIONREAD, count)
+    return count[0]
 
 
 def reset(sock: socket.socket) -> None:

@@ -31,10 +31,11 @@ from p2pcache.core.membership import Member
 from p2pcache.io._pulls import PeerKey, Workers, join, parse_address
 from p2pcache.io._tcp_holder import Holder
 from p2pcache.io._tcp_pull import SPAN_BYTES, Span, TcpPull
-from p2pcache.io._tcp_sockets import EARLY, SILENT_S, ask, close_all, listen, reader_socket
+from p2pcache.io._tcp_sockets import ANSWER, EARLY, SILENT_S, ask, close_all, listen, readable, reader_socket
 from p2pcache.io.ports import Ticket, Tickets, TransportError
 
 CONNECT_S = 1.5
+AT_ONCE_BYTES = 512 << 10  # of a body that the loop itself may receive: a tenth of a millisecond
 IDLE_S = 30.0  # a pooled connection is not used after so long: the holder closes it after 60 s
 
 
@@ -98,6 +99,9 @@ class TcpTransport:
         pull.settled.add_done_callback(lambda _: self._pulls.discard(pull))
         pull.early = self._early.pop(ticket.token, None)
         key = (peer.name, peer.incarnation, address)
+        if self._is_here(pull):
+            pull.work(partial(self._take_early, pull, key))
+            return pull
         pull.run_on(self._readers, partial(pull.work, partial(self._run, pull, key)), pull.streams)
         return pull
 
@@ -139,6 +143,22 @@ class TcpTransport:
         holder, self._holder = self._holder, None
         if holder is not None:
             await holder.close()
+
+    def _is_here(self, pull: TcpPull) -> bool:
+        """Whether all of a small body waits in its socket: a thread would cost more than to copy and check it."""
+        nbytes = pull.ticket.nbytes
+        return (
+            pull.early is not None
+            and nbytes <= AT_ONCE_BYTES
+            and readable(pull.early) >= ANSWER.size + nbytes
+        )
+
+    def _take_early(self, pull: TcpPull, key: PeerKey) -> None:
+        """On the loop, without a wait. Raises RemoteError, CorruptBody, OSError."""
+        taken: list[Span] = []
+        early = pull.take_early(taken)
+        assert early is not None
+        self._exchange(pull, key, early, taken, asked=True)
 
     def _run(self, pull: TcpPull, key: PeerKey) -> None:
         """One stream of a pull, on a reader thread. Raises RemoteError, CorruptBody, OSError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import socket
 import threading
@@ -12,8 +13,20 @@ from collections.abc import Callable
 
 import pytest
 
+from p2pcache.core.checksum import CorruptBody
 from p2pcache.io import _tcp_holder
-from p2pcache.io._tcp_sockets import ANSWER, EARLY, GONE, MAGIC, OK, REQUEST, VERSION, ask, set_timeouts
+from p2pcache.io._tcp_sockets import (
+    ANSWER,
+    EARLY,
+    GONE,
+    MAGIC,
+    OK,
+    REQUEST,
+    VERSION,
+    ask,
+    readable,
+    set_timeouts,
+)
 from p2pcache.io.ports import Ticket, TicketGone, TransportError
 from p2pcache.io.transport_tcp import TcpTransport
 from tests.contract.test_transports import check_works, run, start
@@ -81,6 +94,45 @@ def test_the_bytes_come_right_behind_the_ticket_on_the_same_connection() -> None
 def until_begun(m: Mesh, begins: int) -> None:
     with m.tickets._changed:
         assert m.tickets._changed.wait_for(lambda: m.tickets.begins > begins, PATIENCE_S)
+
+
+def test_a_small_body_that_is_here_takes_no_thread_and_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def case() -> None:
+        async with mesh(KINDS["tcp"], MIB) as m:
+            await check_works(m)
+            monkeypatch.setattr(m.reader._readers, "submit", None)  # no thread from here on
+            for nbytes, wrong in ((4096, False), (256 << 10, False), (256 << 10, True)):
+                token = await asked_early(m, nbytes)
+                sock = m.reader._early[token]
+                ticket = grant(m, nbytes, token)
+                await until(lambda sock=sock, n=nbytes: readable(sock) == ANSWER.size + n, "all is here")
+                if wrong:
+                    ticket = dataclasses.replace(ticket, checksums=(*ticket.checksums[:3], 1))
+                watched = start(m, ticket)
+                outcome = await watched.done()
+                await watched.settled()
+                if wrong:
+                    assert isinstance(outcome, CorruptBody) and not any(m.reader._pool._idle.values())
+                else:
+                    assert outcome is None and watched.dest[:nbytes] == m.memory[:nbytes]
+
+    run(case)
+
+
+def test_nonsense_that_is_here_ends_at_once() -> None:
+    async def case() -> None:
+        async with mesh(KINDS["tcp"], MIB) as m:
+            await check_works(m)
+            (ours, theirs), token = socket.socketpair(), b"some other token"
+            theirs.sendall(ANSWER.pack(MAGIC, VERSION, OK, 7) + bytes(4096))
+            m.reader._early[token] = ours
+            watched = start(m, Ticket(token, 0, 4096, 1, ()))
+            assert isinstance(await watched.done(), TransportError)
+            await watched.settled()
+            assert ours.fileno() == -1
+            theirs.close()
+
+    run(case)
 
 
 def test_a_ticket_that_was_issued_before_the_request_came_is_as_good() -> None:
