@@ -145,13 +145,9 @@ class TcpTransport:
             await holder.close()
 
     def _is_here(self, pull: TcpPull) -> bool:
-        """Whether all of a small body waits in its socket: a thread would cost more than to copy and check it."""
-        nbytes = pull.ticket.nbytes
-        return (
-            pull.early is not None
-            and nbytes <= AT_ONCE_BYTES
-            and readable(pull.early) >= ANSWER.size + nbytes
-        )
+        """Whether all of a small body waits in its socket: a thread would cost more than copy and check."""
+        early, nbytes = pull.early, pull.ticket.nbytes
+        return early is not None and nbytes <= AT_ONCE_BYTES and readable(early) >= ANSWER.size + nbytes
 
     def _take_early(self, pull: TcpPull, key: PeerKey) -> None:
         """On the loop, without a wait. Raises RemoteError, CorruptBody, OSError."""
