@@ -21,7 +21,7 @@ OK, GONE, BAD_RANGE, BAD_VERSION = range(4)
 EARLY = 1  # a request that may be here before its ticket
 
 PIECE_BYTES = 512 << 10  # of one send or receive
-BUFFER_BYTES = 2 << 20  # of a socket: fixed is faster than autotuning, and more leaves the cache
+BUFFER_BYTES = 4 << 20  # of a socket: 1.3 to 2 times what autotuning reaches on loopback
 STALLED_S = 10.0  # a peer that took no byte for so long is dropped
 SILENT_S = 60.0  # a holder that sent no byte for so long; the deadline of the node comes far earlier
 
