@@ -82,6 +82,7 @@ class NodeConfig:
     fetch_queue_bytes_max: int = 32 * MIB  # memory of (pre)fetches not answered yet; above: busy
     serve_bytes_in_flight_max: int = 512 * MIB  # leased to remote readers at once; above: busy
     serve_bytes_per_peer_max: int = 256 * MIB  # and to one of them; a larger body goes alone
+    serve_bytes_per_s_min: int = 256 << 10  # a tcp reader that takes a body slower is dropped; 0: none is
     tcp_streams_max: int = 0  # connections that carry one large body; 0: half the cores, at most 4
     silent_after_s: float = 0.5  # a peer that let a deadline of at least this pass ...
     silent_retry_s: float = 5.0  # ... is not asked again for so long

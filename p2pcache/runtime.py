@@ -227,7 +227,8 @@ def _transports(config: NodeConfig, socket_path: str) -> list[Transport]:
         if name == "shm":
             made.append(ShmTransport(socket_path, _boot_id()))
         elif name == "tcp":
-            made.append(TcpTransport(config.host, streams_max=config.tcp_streams))
+            slowest = config.serve_bytes_per_s_min
+            made.append(TcpTransport(config.host, streams_max=config.tcp_streams, bytes_per_s_min=slowest))
         elif name == "ucx" and ucx_available() is None:
             made.append(UcxTransport(config.host))
     return made

@@ -105,7 +105,7 @@ def _write(
 
 def _published(link: Link, lost: int, budget_s: float) -> bool:
     try:
-        return link.call("published", {"lost": lost}, budget_s)["told"]
+        return link.call("published", {"lost": lost, "deadline_s": budget_s}, budget_s)["told"]
     except (NodeDown, RemoteError):
         return False
 

@@ -9,6 +9,7 @@ and in memory by `Waiting`: whoever asks beyond that hears so at once.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,6 +120,74 @@ class Flights:
         flight.flying = True
         self._flying += 1
         self._bytes += flight.nbytes
+
+
+@dataclass(slots=True)
+class _Refused:
+    """A body in line at its holder. Whom it holds back once it has been overtaken often enough:"""
+
+    asked_s: float
+    everybody: bool  # it wants for room in all ...
+    reader: bool  # ... or for room of its reader's own
+    overtaken: int = 0
+
+
+class Serving:
+    """Bytes that a holder leases to readers at once, in all and to each. Not thread-safe.
+
+    A body over a limit goes alone rather than never. Who is refused asks again; meanwhile others that fit may
+    go first, but so often only. Then room is kept for it until it comes, or has not asked again for so long.
+    """
+
+    OVERTAKEN_MAX = 16
+    ASKS_AGAIN_S = 2.0
+    LINE_MAX, LINE_EACH_MAX = 256, 32  # who is beyond that is refused all the same, but not remembered
+
+    def __init__(self, *, bytes_max: int, reader_bytes_max: int):
+        self._bytes_max = bytes_max
+        self._reader_bytes_max = reader_bytes_max
+        self.nbytes = 0
+        self._leased_to: dict[str, int] = {}
+        self._line: OrderedDict[tuple[str, ExactKey], _Refused] = OrderedDict()
+
+    def admit(self, reader: str, key: ExactKey, nbytes: int, now_s: float) -> bool:
+        """Count a body; `dismiss` takes it off again. False: refused, and in line if there is room in it."""
+        for who in [who for who, waits in self._line.items() if waits.asked_s < now_s - self.ASKS_AGAIN_S]:
+            del self._line[who]
+        mine = self._leased_to.get(reader, 0)
+        full = bool(self.nbytes) and self.nbytes + nbytes > self._bytes_max
+        mine_full = bool(mine) and mine + nbytes > self._reader_bytes_max
+        ahead = list(itertools.takewhile(lambda one: one[0] != (reader, key), self._line.items()))
+        if full or mine_full or any(self._holds_back(who, waits, reader) for who, waits in ahead):
+            waits = self._line.get((reader, key))
+            places = self.LINE_MAX - len(self._line)
+            if waits is None and min(places, self.LINE_EACH_MAX - self._in_line(reader)) > 0:
+                waits = self._line[reader, key] = _Refused(now_s, full, mine_full)
+            if waits is not None:
+                waits.asked_s, waits.everybody, waits.reader = now_s, full, mine_full
+            return False
+        self._line.pop((reader, key), None)
+        for _, waits in ahead:
+            waits.overtaken += 1
+        self.nbytes += nbytes
+        self._leased_to[reader] = mine + nbytes
+        return True
+
+    def dismiss(self, reader: str, nbytes: int) -> None:
+        """What was admitted has been served, or not."""
+        self.nbytes -= nbytes
+        left = self._leased_to[reader] - nbytes
+        if left:
+            self._leased_to[reader] = left
+        else:
+            del self._leased_to[reader]
+
+    def _in_line(self, reader: str) -> int:
+        return sum(who == reader for who, _ in self._line)
+
+    def _holds_back(self, who: tuple[str, ExactKey], waits: _Refused, reader: str) -> bool:
+        in_its_way = waits.everybody or (waits.reader and who[0] == reader)
+        return in_its_way and waits.overtaken >= self.OVERTAKEN_MAX
 
 
 class Waiting:

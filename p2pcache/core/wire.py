@@ -252,8 +252,9 @@ OPS: dict[str, tuple[Check, Check]] = {
     ),
     "pull.open": (
         # codecs: those that the reader takes; without any it is given raw bodies
+        # tokens: one a body, which its ticket may have, so that its bytes can be asked for meanwhile
         _record(
-            {"codecs": _list(_text(32), 16)},
+            {"codecs": _list(_text(32), 16), "tokens": _list(TOKEN, CHUNKS_MAX)},
             bodies=_list(KEY, CHUNKS_MAX),
             transport=_text(16),
             deadline_s=_number,
@@ -312,7 +313,8 @@ OPS: dict[str, tuple[Check, Check]] = {
         _record(committed=U31, lost=U63),  # lost: batches to owners that were lost before these
     ),
     "abort": (_record(generations=_list(U63, CHUNKS_MAX)), NONE),
-    "published": (_record(lost=U63), _record(told=_bool)),  # told: none was lost since
+    # told: none was lost since, and all the rest has been sent by the deadline
+    "published": (_record(lost=U63, deadline_s=_number), _record(told=_bool)),
     "forget": (_record(bodies=_list(KEY, CHUNKS_MAX)), NONE),
     "pin": (_record(bodies=_list(KEY, CHUNKS_MAX), ttl_s=_number), _record(pinned=U31)),
     "open": (_record(descriptor=DESCRIPTOR), NONE),

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from functools import lru_cache
 
 from p2pcache.core.checksum import CorruptBody, LayerCheck
-from p2pcache.io.ports import Ticket, TransportError
-from p2pcache.types import ConfigError, InvariantError
+from p2pcache.io.ports import Ticket, TicketGone, TransportError
+from p2pcache.types import ConfigError, InvariantError, RemoteError
+
+log = logging.getLogger(__name__)
 
 Address = tuple[str, int]
 PeerKey = tuple[str, int, Address]  # name, incarnation, address: what an idle connection is kept under
@@ -95,7 +98,7 @@ def check_sound(check: LayerCheck, peer: str) -> None:
 
 
 class ThreadPull(LoopPull):
-    """A pull that threads of `Workers` run: each calls `begin`, and `end` where that was true."""
+    """A pull that threads of `Workers` run, by `work`."""
 
     def __init__(self, peer: str, ticket: Ticket, dest: memoryview, progress: Callable[[int], None]) -> None:
         super().__init__(peer, ticket, dest, progress)
@@ -113,6 +116,23 @@ class ThreadPull(LoopPull):
                 if not queued:
                     self.finish(TransportError(f"{self.peer}: {exc}"))
                 return
+
+    def work(self, job: Callable[[], None]) -> None:
+        """What a thread does for the pull. What has begun ends in `end`, so that `settled` always comes."""
+        if not self.begin():
+            return
+        error: Exception | None = None
+        try:
+            job()
+        except (TransportError, TicketGone, CorruptBody) as exc:
+            error = exc
+        except (OSError, RemoteError) as exc:
+            error = TransportError(f"{self.peer}: {exc}")
+        except Exception as exc:
+            log.exception("a pull failed on our side")
+            error = TransportError(f"{self.peer}: {exc!r}")
+        finally:
+            self.end(error)
 
     def begin(self) -> bool:
         """False where there is nothing left to do: abandoned, or done by other threads."""
@@ -172,7 +192,7 @@ class Workers:
         self._unfinished = 0
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run `job`, which does not raise, on some thread. Raises RuntimeError where none can be had."""
+        """Run `job`, which should not raise, on some thread. Raises RuntimeError where none can be had."""
         with self._lock:
             if len(self._threads) < min(self._unfinished + 1, self._threads_max):
                 name = f"{self._name}-{len(self._threads)}"
@@ -197,7 +217,10 @@ class Workers:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            except Exception:  # or this thread would be counted on, and be gone
+                log.exception("a job of %s raised", self._name)
             del job  # it refers to a destination, and the next may be long in coming
             with self._lock:
                 self._unfinished -= 1

@@ -36,10 +36,12 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 60.0  # a connection without a request is closed after so long
 REQUEST_S = 5.0  # a started request must be whole by then
+EARLY_S = 2.0  # and an early one is told off where its ticket is not issued by then
 SWEEP_S = 1.0
 
 
 class _Request(NamedTuple):
+    early: int
     token: bytes
     nbytes: int  # of the whole body, as the reader was told
     start: int
@@ -82,15 +84,22 @@ class Holder:
     """
 
     def __init__(
-        self, listener: socket.socket, tickets: Tickets, threads_max: int, connections_max: int
+        self,
+        listener: socket.socket,
+        tickets: Tickets,
+        threads_max: int,
+        connections_max: int,
+        bytes_per_s_min: int = 0,
     ) -> None:
         self._listener = listener
         self._tickets = tickets
         self._connections_max = connections_max
+        self._bytes_per_s_min = bytes_per_s_min
         self._workers = Workers("p2pcache-tcp-send", threads_max)
         self._selector = selectors.DefaultSelector()
         self._idle: dict[_Connection, None] = {}  # the watcher's alone; longest idle first
-        self._lock = threading.Lock()  # guards the three below
+        self._lock = threading.Lock()  # guards the four below
+        self._early: dict[bytes, tuple[_Connection, _Request]] = {}  # by the token whose ticket they await
         self._serving: set[_Connection] = set()
         self._served: deque[_Connection] = deque()
         self._closing = False
@@ -111,6 +120,13 @@ class Holder:
         await join(self._workers.stop())  # after the watcher, which submits to them
         os.close(self._wake)
 
+    def look_again(self, token: bytes) -> None:
+        """A ticket has been issued, or refused: answer who asks for it already. From any thread."""
+        with self._lock:
+            waiting = None if self._closing else self._early.pop(token, None)
+            if waiting is not None:
+                self._hand_over(*waiting)
+
     # On the watcher's thread.
 
     def _watch(self) -> None:
@@ -126,11 +142,13 @@ class Holder:
                 try:
                     for connection in [c for c in self._idle if c.deadline_s < now]:
                         self._drop(connection)
+                    self._drop_early(now)
                 except Exception:
                     log.exception("the tcp listener goes on after")
         self._selector.close()
         self._listener.close()
-        close_all(connection.sock for connection in [*self._idle, *self._served])
+        early = [connection for connection, _ in self._early.values()]
+        close_all(connection.sock for connection in [*self._idle, *self._served, *early])
 
     def _accept(self) -> None:
         try:
@@ -142,8 +160,8 @@ class Holder:
             if not self._drop_longest_idle():
                 time.sleep(SWEEP_S)
             return
-        full = len(self._idle) + len(self._serving) >= self._connections_max
-        if full and not self._drop_longest_idle():
+        full = len(self._idle) + len(self._early) + len(self._serving) >= self._connections_max
+        if full and not (self._drop_longest_idle() or self._drop_early()):
             sock.close()
             return
         tune(sock)
@@ -175,15 +193,40 @@ class Holder:
             connection.deadline_s = min(connection.deadline_s, time.monotonic() + REQUEST_S)
             return
         self._forget(connection)
+        if request.early:
+            return self._park(connection, request)
         with self._lock:
-            self._serving.add(connection)
+            self._hand_over(connection, request)
+
+    def _park(self, connection: _Connection, request: _Request) -> None:
+        """Until the ticket is issued, or has been. From any thread."""
+        connection.deadline_s = time.monotonic() + EARLY_S
+        with self._lock:
+            if self._closing or request.token in self._early:  # two with one token: not by our readers
+                connection.sock.close()
+                return
+            self._early[request.token] = connection, request
+        if self._tickets.begin(request.token) is not None:
+            self._tickets.end(request.token)
+            self.look_again(request.token)
+
+    def _hand_over(self, connection: _Connection, request: _Request) -> None:
+        """To a worker. Under the lock."""
+        self._serving.add(connection)
         try:
             self._workers.submit(partial(self._serve, connection, request))
         except RuntimeError as exc:
             log.warning("cannot serve a tcp reader: %s", exc)
-            with self._lock:
-                self._serving.discard(connection)
+            self._serving.discard(connection)
             reset(connection.sock)
+
+    def _drop_early(self, before_s: float = float("inf")) -> bool:
+        """Hang up on those whose time is up by then: all, or without a time the one that waits longest."""
+        with self._lock:
+            late = [token for token, (c, _) in self._early.items() if c.deadline_s < before_s]
+            dropped = [self._early.pop(token) for token in (late if before_s < float("inf") else late[:1])]
+        close_all(connection.sock for connection, _ in dropped)
+        return bool(dropped)
 
     def _drop_longest_idle(self) -> bool:
         if not self._idle:
@@ -216,16 +259,19 @@ class Holder:
         except Exception:
             log.exception("serving a tcp reader failed on our side")
         with self._lock:
-            if clean and not self._closing:
-                if following is not None:
-                    self._workers.submit(partial(self._serve, connection, following))
-                else:
-                    self._serving.discard(connection)
-                    self._served.append(connection)
-                    os.eventfd_write(self._wake, 1)
+            clean = clean and not self._closing
+            if clean and following is not None and not following.early:
+                self._workers.submit(partial(self._serve, connection, following))
                 return
             self._serving.discard(connection)
-        hang_up(connection.sock)
+            if clean and following is None:
+                self._served.append(connection)
+                os.eventfd_write(self._wake, 1)
+                return
+        if clean and following is not None:
+            self._park(connection, following)
+        else:
+            hang_up(connection.sock)
 
     def _answer(self, sock: socket.socket, request: _Request) -> bool:
         """False: refused. No reader of ours asks on after that, so the connection ends with it."""
@@ -235,7 +281,7 @@ class Holder:
             return False
         try:
             if body.nbytes == request.nbytes and request.start + request.count <= body.nbytes:
-                _send(sock, body, request.start, request.start + request.count)
+                _send(sock, body, request.start, request.start + request.count, self._bytes_per_s_min)
                 return True
             sock.sendall(ANSWER.pack(MAGIC, VERSION, BAD_RANGE, body.nbytes), socket.MSG_NOSIGNAL)
             return False
@@ -244,8 +290,13 @@ class Holder:
             self._tickets.end(request.token)
 
 
-def _send(sock: socket.socket, body: memoryview, start: int, stop: int) -> None:
-    """Raises OSError when the reader has gone, or BlockingIOError when it took nothing for STALLED_S."""
+def _send(sock: socket.socket, body: memoryview, start: int, stop: int, bytes_per_s_min: int) -> None:
+    """Raises OSError when the reader has gone, or BlockingIOError when it took nothing for STALLED_S.
+
+    One that takes some now and then holds a worker and a lease as well, so over time it has to be faster than
+    `bytes_per_s_min`, where that is not 0: TimeoutError.
+    """
+    began_s, first = time.monotonic(), start
     header = ANSWER.pack(MAGIC, VERSION, OK, body.nbytes)
     with body[start : min(start + PIECE_BYTES, stop)] as piece:
         sent = sock.sendmsg([header, piece], [], socket.MSG_NOSIGNAL) - len(header)
@@ -255,3 +306,5 @@ def _send(sock: socket.socket, body: memoryview, start: int, stop: int) -> None:
     while start < stop:
         with body[start : min(start + PIECE_BYTES, stop)] as piece:
             start += sock.send(piece, socket.MSG_NOSIGNAL)
+        if (time.monotonic() - began_s - STALLED_S) * bytes_per_s_min > start - first:
+            raise TimeoutError(f"the reader has taken {start - first:,} bytes of {stop - first:,} by now")

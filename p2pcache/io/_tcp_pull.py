@@ -24,14 +24,14 @@ from p2pcache.io._tcp_sockets import (
     MAGIC,
     OK,
     PIECE_BYTES,
-    REQUEST,
     VERSION,
+    ask,
 )
 from p2pcache.io.ports import Ticket, TicketGone, TransportError
 
 SPAN_BYTES = 8 << 20  # about; a body of two of them is worth a second stream
 ASKED_AHEAD = 2  # spans a stream has asked for, the one that it receives among them
-PROGRESS_BYTES = 1 << 20  # each report wakes the loop, which costs this thread the GIL for a moment
+PROGRESS_BYTES = 4 << 20  # each report wakes the loop, which costs this thread the GIL for a moment
 
 
 @dataclass(slots=True)
@@ -79,6 +79,8 @@ class TcpPull(ThreadPull):
         self._sockets: set[socket.socket] = set()
         self._whole = 0  # spans from the first on that have come
         self._telling = threading.Lock()
+        self.early: socket.socket | None = None  # that all of the body has been asked for on already
+        self.settled.add_done_callback(lambda _: self._hang_up_early())
 
     @property
     def landed_bytes(self) -> int:
@@ -89,6 +91,21 @@ class TcpPull(ThreadPull):
         """The next span that no stream has; None where there is none left."""
         with self._lock:
             return self._left.popleft() if self._left and not self._stopped else None
+
+    def take_early(self, taken: list[Span]) -> socket.socket | None:
+        """The connection that the body has been asked for on, which the caller owns from now on."""
+        with self._lock:
+            self.check_wanted()
+            early, self.early = self.early, None
+            if early is not None:
+                taken.append(self._left.popleft())
+            return early
+
+    def _hang_up_early(self) -> None:
+        with self._lock:
+            early, self.early = self.early, None
+        if early is not None:
+            early.close()
 
     @contextlib.contextmanager
     def using(self, sock: socket.socket) -> Iterator[None]:
@@ -102,12 +119,13 @@ class TcpPull(ThreadPull):
             with self._lock:  # no shutdown may reach a descriptor that has been closed and reused
                 self._sockets.discard(sock)
 
-    def fetch(self, sock: socket.socket, taken: list[Span]) -> None:
-        """Ask for spans and receive them until none is left. taken: those asked for and not come yet.
+    def fetch(self, sock: socket.socket, taken: list[Span], asked: bool = False) -> None:
+        """Ask for spans and receive them until none is left. taken: those that are to come first.
 
-        Raises TransportError, TicketGone, CorruptBody, OSError.
+        asked: those have been asked for on this connection. Raises TransportError, TicketGone, CorruptBody,
+        OSError.
         """
-        for index, span in enumerate(taken):
+        for index, span in enumerate(() if asked else taken):
             self._ask(sock, span, ahead=index > 0)
         while True:
             while len(taken) < ASKED_AHEAD and (span := self.take()) is not None:
@@ -123,7 +141,7 @@ class TcpPull(ThreadPull):
         """ahead: another answer is to come first."""
         ticket, count = self.ticket, span.stop - span.start
         try:
-            sock.sendall(REQUEST.pack(MAGIC, VERSION, ticket.token, ticket.nbytes, span.start, count))
+            ask(sock, ticket.token, ticket.nbytes, span.start, count)
         except ConnectionError:
             if not ahead:
                 raise

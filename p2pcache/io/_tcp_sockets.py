@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import socket
 import struct
+import termios
+from array import array
 from collections.abc import Iterable
 
 from p2pcache.io._pulls import Address, check_host
@@ -12,9 +15,10 @@ from p2pcache.types import ConfigError
 
 MAGIC = b"P2PK"
 VERSION = 2
-REQUEST = struct.Struct(">4sB3x16sQQQ")
+REQUEST = struct.Struct(">4sBB2x16sQQQ")
 ANSWER = struct.Struct(">4sBB2xQ")
 OK, GONE, BAD_RANGE, BAD_VERSION = range(4)
+EARLY = 1  # a request that may be here before its ticket
 
 PIECE_BYTES = 512 << 10  # of one send or receive
 BUFFER_BYTES = 4 << 20  # of a socket: 1.3 to 2 times what autotuning reaches on loopback
@@ -49,6 +53,15 @@ def reader_socket(address: Address) -> socket.socket:
     return sock
 
 
+def ask(sock: socket.socket, token: bytes, nbytes: int, start: int, count: int, early: int = 0) -> None:
+    """Send a request. An early one never waits. Raises OSError."""
+    request = REQUEST.pack(MAGIC, VERSION, early, token, nbytes, start, count)
+    if not early:
+        sock.sendall(request)
+    elif sock.send(request, socket.MSG_DONTWAIT) < len(request):
+        raise BlockingIOError("no room for a request")
+
+
 def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -70,6 +83,13 @@ def _set_buffers(sock: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError), open(f"/proc/sys/net/core/{limit}") as file:
             if int(file.read()) >= BUFFER_BYTES:
                 sock.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+
+
+def readable(sock: socket.socket) -> int:
+    """Bytes that have come and can be received without a wait."""
+    count = array("i", [0])
+    fcntl.ioctl(sock, termios.FIONREAD, count)
+    return count[0]
 
 
 def reset(sock: socket.socket) -> None:

@@ -50,6 +50,7 @@ def import_ucx() -> Any:
     # without CUDA warns about; and UCX warns of every reader that gives up, which is ordinary here.
     os.environ.setdefault("UCX_WARN_UNUSED_ENV_VARS", "n")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # standard output is the program's own
     try:
         from ucxx._lib import libucxx
     except (ImportError, OSError) as exc:

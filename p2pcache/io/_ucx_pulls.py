@@ -95,7 +95,8 @@ class UcxPull(LoopPull):
                 if arrived_bytes == self._check.landed_bytes:
                     self._checking = False
                     break
-            self._check.advance(arrived_bytes)
+            # Piece by piece, also where many have come meanwhile: what is right is told of as soon as can be.
+            self._check.advance(min(arrived_bytes, self._check.landed_bytes + PIECE_BYTES))
             if self._check.good_bytes < self.ticket.nbytes:  # the end is told with `done`
                 self.landed(self._check.good_bytes)
         if ended is not None:

@@ -44,6 +44,9 @@ class Ticket:
 class Tickets(Protocol):
     """The holder's side of a pull, as a transport sees it. Called from any thread."""
 
+    watchers: list[Callable[[bytes], None]]
+    """Called, on the node's loop, with a token that a reader chose, once its ticket is issued or refused."""
+
     def begin(self, token: bytes) -> memoryview | None:
         """The bytes to send, read-only; they stay put until `end`. None: no such ticket (any more)."""
 
@@ -51,13 +54,17 @@ class Tickets(Protocol):
         """The transport no longer reads them."""
 
 
+NO_TOKEN = bytes(16)
+"""Of no ticket."""
+
+
 class Pull(Protocol):
     """One body under way into a destination.
 
     `done` ends with None once all of it is here and right, or with TransportError, TicketGone or
     CorruptBody. `settled` ends when nothing will write to the destination any more, which may be later
-    than `done` (law 5). A pull that counts the bytes that have come between two reports of progress offers
-    them as `landed_bytes`.
+    than `done` (law 5). Whoever waits for `done` may cancel it, and is then to `abandon`. A pull that
+    counts the bytes that have come between two reports of progress offers them as `landed_bytes`.
     """
 
     done: asyncio.Future[None]
@@ -87,6 +94,16 @@ class Transport(Protocol):
         `progress(n)` is called on the loop as the first n bytes are here and right: whole layers, where there
         are checksums. n only grows.
         """
+
+    def ask_early(self, peer: Member, nbytes: int) -> bytes | None:
+        """Ask a peer for a body for which it has not given leave yet, where that costs nothing.
+
+        Returns the token that its leave is then to name: `pull` goes on from there, with a ticket of this
+        token; `forget_early` ends it. None: nothing has been asked.
+        """
+
+    def forget_early(self, token: bytes) -> None:
+        """No `pull` comes of it, or one has already."""
 
     def description(self) -> dict[str, Any]:
         """What a person may want to know of it, for `status`; plain values."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from p2pcache.core.checksum import CorruptBody, layer_check
+from p2pcache.core.checksum import layer_check
 from p2pcache.core.membership import Member
 from p2pcache.io._pulls import ThreadPull, Workers, check_sound, join
 from p2pcache.io.ports import Ticket, TicketGone, Tickets, TransportError
@@ -27,7 +27,7 @@ from p2pcache.types import RemoteError
 
 log = logging.getLogger(__name__)
 
-_PIECE_BYTES = 1 << 20  # of one copy, and the step of progress
+_PIECE_BYTES = 4 << 20  # of one copy, and the step of progress
 _ATTACH_TIMEOUT_S = 2.0
 _SHUNNED_S = 2.0  # a peer that did not answer in time is not asked again for so long
 _COPIERS = 2  # more only share the memory's bandwidth
@@ -84,6 +84,12 @@ class ShmTransport:
         self._queue(pull, peer)
         return pull
 
+    def ask_early(self, peer: Member, nbytes: int) -> bytes | None:
+        return None
+
+    def forget_early(self, token: bytes) -> None:
+        pass
+
     def description(self) -> dict[str, Any]:
         return {}
 
@@ -106,7 +112,7 @@ class ShmTransport:
         with self._lock:
             known = self._peers.get(peer.name)
             if known is not None and known.incarnation == peer.incarnation:
-                return pull.run_on(self._copiers, partial(self._run, pull, known.slab))
+                return pull.run_on(self._copiers, partial(pull.work, partial(self._copy, pull, known.slab)))
             now_s = time.monotonic()
             self._shunned = {k: until_s for k, until_s in self._shunned.items() if until_s > now_s}
             if key in self._shunned:
@@ -146,7 +152,7 @@ class ShmTransport:
             if slab is None:
                 pull.finish(TransportError(f"{pull.peer}: {problem}"))
             else:
-                pull.run_on(self._copiers, partial(self._run, pull, slab))
+                pull.run_on(self._copiers, partial(pull.work, partial(self._copy, pull, slab)))
 
     def _map(self, peer: Member, loop: asyncio.AbstractEventLoop) -> MappedSlab:
         """Raises TransportError, OSError, RemoteError."""
@@ -179,24 +185,8 @@ class ShmTransport:
 
     # On a copier's thread.
 
-    def _run(self, pull: ThreadPull, slab: MappedSlab) -> None:
-        """One pull. What has begun ends in `end`, so that `settled` always comes."""
-        if not pull.begin():
-            return
-        error: Exception | None = None
-        try:
-            self._copy(pull, slab)
-        except (TransportError, TicketGone, CorruptBody) as exc:
-            error = exc
-        except (OSError, RemoteError) as exc:
-            error = TransportError(f"{pull.peer}: {exc}")
-        except Exception as exc:
-            log.exception("a pull over shm failed on our side")
-            error = TransportError(f"{pull.peer}: {exc!r}")
-        finally:
-            pull.end(error)
-
     def _copy(self, pull: ThreadPull, slab: MappedSlab) -> None:
+        """Raises TransportError, TicketGone, CorruptBody."""
         ticket = pull.ticket
         try:
             source = slab.view(ticket.offset, ticket.nbytes)

@@ -134,6 +134,12 @@ class UcxTransport:
             await join([engine.thread])
         await join(self._checkers.stop())
 
+    def ask_early(self, peer: Member, nbytes: int) -> bytes | None:
+        return None
+
+    def forget_early(self, token: bytes) -> None:
+        pass
+
     def description(self) -> dict[str, Any]:
         """`ucx_facts`, and what it has been given to use."""
         facts = ucx_facts()

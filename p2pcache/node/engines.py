@@ -107,8 +107,8 @@ class EngineDesk:
         return {}
 
     async def _on_published(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        await self._node.publisher.flushed()
-        return {"told": self._node.publisher.lost == body["lost"]}
+        sent = await self._node.publisher.flushed(self._deadline_s(body))
+        return {"told": sent and self._node.publisher.lost == body["lost"]}
 
     async def _on_pin(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         return {"pinned": sum(self._node.pin(ExactKey(e), body["ttl_s"]) for e in body["bodies"])}

@@ -12,23 +12,26 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from p2pcache.config import NodeConfig
 from p2pcache.core.checksum import CorruptBody
+from p2pcache.core.flight import Serving
 from p2pcache.core.tiers import Slot
+from p2pcache.io.ports import NO_TOKEN
 from p2pcache.node.coder import WIRE_CODEC, Coder
 from p2pcache.node.counters import Counters
 from p2pcache.node.outbox import Outbox, Parcel
 from p2pcache.node.residency import Residency
 from p2pcache.node.wireform import leave_to_wire
-from p2pcache.types import ExactKey, Miss, TierFull
+from p2pcache.types import ExactKey, Miss, RemoteError, TierFull
 
 _log = logging.getLogger(__name__)
 RETRY_MIN_S, RETRY_MAX_S = 0.005, 1.0
 SMOOTHING = 0.2
+OPENED_MAX = 4096  # by one message: others have a turn before the next
 RENEWED_LEASES_MAX = 6  # a ticket's whole life, in leases: a reader that asks on and on is stopped there
 
 
@@ -56,11 +59,13 @@ class TicketOffice:
         self._outbox = outbox
         self._lock = threading.Lock()
         self._open: dict[bytes, _Open] = {}
-        self.leased_bytes = 0
-        self._leased_to: dict[str, int] = {}  # bytes by reader
+        self._serving = Serving(
+            bytes_max=config.serve_bytes_in_flight_max, reader_bytes_max=config.serve_bytes_per_peer_max
+        )
         self._usual_s = RETRY_MIN_S  # how long a ticket stays open, smoothed
         self._emptied = asyncio.Event()
         self._emptied.set()
+        self.watchers: list[Callable[[bytes], None]] = []
 
     def __len__(self) -> int:
         return len(self._open)
@@ -72,37 +77,32 @@ class TicketOffice:
         age_s = 0.0 if oldest is None else self._loop.time() - oldest.issued_s
         return min(max(self._usual_s, age_s / 2, RETRY_MIN_S), RETRY_MAX_S)
 
-    def admit(self, reader: str, nbytes: int) -> bool:
-        """Count a body towards the limits; `dismiss`, or the end of its ticket, takes it off again.
+    @property
+    def leased_bytes(self) -> int:
+        return self._serving.nbytes
 
-        A body over a limit goes alone rather than never.
-        """
-        mine = self._leased_to.get(reader, 0)
-        for leased, limit in (
-            (self.leased_bytes, self._config.serve_bytes_in_flight_max),
-            (mine, self._config.serve_bytes_per_peer_max),
-        ):
-            if leased and leased + nbytes > limit:
-                return False
-        self.leased_bytes += nbytes
-        self._leased_to[reader] = mine + nbytes
-        return True
+    def admit(self, reader: str, exact: ExactKey, nbytes: int) -> bool:
+        """Count a body towards the limits; `dismiss`, or the end of its ticket, takes it off again."""
+        return self._serving.admit(reader, exact, nbytes, self._loop.time())
 
     def dismiss(self, reader: str, nbytes: int) -> None:
         """No ticket came of what was admitted, or it has ended."""
-        self.leased_bytes -= nbytes
-        left = self._leased_to[reader] - nbytes
-        if left:
-            self._leased_to[reader] = left
-        else:
-            del self._leased_to[reader]
+        self._serving.dismiss(reader, nbytes)
 
-    def issue(self, slot: Slot, reader: str, expires_s: float, parcel: Parcel | None = None) -> bytes:
-        """A ticket for an admitted slot that the caller has leased; the lease is the ticket's from now on.
+    def issue(
+        self,
+        slot: Slot,
+        reader: str,
+        expires_s: float,
+        parcel: Parcel | None = None,
+        token: bytes = NO_TOKEN,
+    ) -> bytes:
+        """A ticket for an admitted slot that the caller has leased; the lease is the ticket's now.
 
-        parcel: the body encoded, which is sent in its place; the ticket's as well.
+        parcel: the body encoded, which is sent in its place; the ticket's too. token: the reader's choice.
         """
-        token = secrets.token_bytes(16)
+        if token == NO_TOKEN or token in self._open:
+            token = secrets.token_bytes(16)
         if parcel is None or parcel.packed is None:
             view = self._residency.slab.view(slot.offset, slot.nbytes).toreadonly()
         else:
@@ -111,6 +111,12 @@ class TicketOffice:
             self._open[token] = _Open(slot, view, reader, self._loop.time(), expires_s, parcel)
         self._emptied.clear()
         return token
+
+    def decided(self, token: bytes) -> None:
+        """Whoever asks for bytes by a token of the reader's choice need not wait for its ticket any more."""
+        if token != NO_TOKEN:
+            for watcher in self.watchers:
+                watcher(token)
 
     def begin(self, token: bytes) -> memoryview | None:
         with self._lock:
@@ -186,58 +192,96 @@ class Holder:
         self.outbox = Outbox(WIRE_CODEC, coder, residency.slab, config.wire_codec_bytes_max)
         self.office = TicketOffice(config, self._loop, residency, self.outbox)
 
-    async def open(
+    def open(
         self,
-        bodies: list[ExactKey],
+        bodies: Sequence[ExactKey],
         reader: str,
         deadline_s: float,
         *,
         transport: str,
         codecs: Sequence[str] = (),
-    ) -> list[list[Any]]:
-        """A ticket or a reason for each body, in order; one from NVMe is promoted first.
+        tokens: Sequence[bytes] = (),
+    ) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
+        """The reply to `pull.open`: a ticket or a reason for each body, in order.
 
-        codecs: those that the reader takes. Over shm, which copies from the slab itself, bodies are raw.
+        Bodies of the host tier as they are need no wait; one from NVMe is promoted first. codecs: those that
+        the reader takes. Over shm, which copies from the slab, bodies are raw. tokens: the reader's choice.
         """
         encodes = transport != "shm" and self._config.wire_codec != "none"
         encoded = encodes and WIRE_CODEC in codecs
-        return list(
-            await asyncio.gather(*(self._ticket(exact, reader, deadline_s, encoded) for exact in bodies))
-        )
+        if len(bodies) > OPENED_MAX:
+            raise RemoteError(f"a reader opens at most {OPENED_MAX} bodies with one message")
+        if len(tokens) != len(bodies):
+            tokens = [NO_TOKEN] * len(bodies)
+        if not encoded and all(self._residency.tier.get(exact) is not None for exact in bodies):
+            each = zip(bodies, tokens, strict=True)
+            return {"tickets": [self._ticket_at_once(exact, token, reader) for exact, token in each]}
+        return self._open_later(bodies, tokens, reader, deadline_s, encoded)
 
-    async def _ticket(self, exact: ExactKey, reader: str, deadline_s: float, encoded: bool) -> list[Any]:
+    async def _open_later(
+        self,
+        bodies: Sequence[ExactKey],
+        tokens: Sequence[bytes],
+        reader: str,
+        deadline_s: float,
+        encoded: bool,
+    ) -> Mapping[str, Any]:
+        each = zip(bodies, tokens, strict=True)
+        made = [self._ticket(exact, token, reader, deadline_s, encoded) for exact, token in each]
+        return {"tickets": list(await asyncio.gather(*made))}
+
+    def _ticket_at_once(self, exact: ExactKey, token: bytes, reader: str) -> list[Any]:
+        """A ticket for a body of the host tier, raw."""
+        slot = self._residency.tier.get(exact)
+        assert slot is not None
+        if not self.office.admit(reader, exact, slot.nbytes):
+            return self._refusal(Miss.BUSY, self.office.retry_after_s, token)
+        self._residency.tier.lease(exact)
+        return self._issue(slot, reader, None, token)
+
+    async def _ticket(
+        self, exact: ExactKey, token: bytes, reader: str, deadline_s: float, encoded: bool
+    ) -> list[Any]:
         body = self._residency.body(exact)
         if body is None:
-            return self._refusal(Miss.HOLDER_GONE)
-        if not self.office.admit(reader, body.nbytes):
-            return self._refusal(Miss.BUSY, self.office.retry_after_s)
+            return self._refusal(Miss.HOLDER_GONE, token=token)
+        if not self.office.admit(reader, exact, body.nbytes):
+            return self._refusal(Miss.BUSY, self.office.retry_after_s, token)
         slot: Slot | None = None
-        token = b""
+        issued = False
         try:
             async with asyncio.timeout_at(deadline_s):
                 got = await self._residency.lease(exact)
                 if got is None:
-                    return self._refusal(Miss.HOLDER_GONE)
+                    return self._refusal(Miss.HOLDER_GONE, token=token)
                 slot = got[0]
                 if slot.nbytes != body.nbytes:  # it came back as another one meanwhile
-                    return self._refusal(Miss.HOLDER_GONE)
+                    return self._refusal(Miss.HOLDER_GONE, token=token)
                 parcel = await self.outbox.take(slot) if encoded else None
-            token = self.office.issue(slot, reader, self._loop.time() + self._config.remote_lease_s, parcel)
+            ticket = self._issue(slot, reader, parcel, token)
+            issued = True
+            return ticket
         except TimeoutError:
-            return self._refusal(Miss.DEADLINE)
+            return self._refusal(Miss.DEADLINE, token=token)
         except TierFull:
-            return self._refusal(Miss.NO_ROOM)
+            return self._refusal(Miss.NO_ROOM, token=token)
         except CorruptBody:
-            return self._refusal(Miss.CORRUPT)
+            return self._refusal(Miss.CORRUPT, token=token)
         finally:
-            if not token:
+            if not issued:
                 self.office.dismiss(reader, body.nbytes)
                 if slot is not None:
                     self._residency.tier.release(slot)
+
+    def _issue(self, slot: Slot, reader: str, parcel: Parcel | None, token: bytes) -> list[Any]:
+        expires_s = self._loop.time() + self._config.remote_lease_s
+        given = self.office.issue(slot, reader, expires_s, parcel, token)
+        self.office.decided(token)
         self._counters["tickets"] += 1
         coding = None if parcel is None or parcel.packed is None else parcel.packed.coding
-        return ["ok", leave_to_wire(token, slot, coding)]
+        return ["ok", leave_to_wire(given, slot, coding)]
 
-    def _refusal(self, why: Miss, retry_after_s: float | None = None) -> list[Any]:
+    def _refusal(self, why: Miss, retry_after_s: float | None = None, token: bytes = NO_TOKEN) -> list[Any]:
+        self.office.decided(token)
         self._counters["tickets_refused"] += 1
         return [why.value, retry_after_s]

@@ -415,19 +415,18 @@ class Node:
             return {"found": table, "unknown": unknown}
         if op in ("directory.publish", "directory.withdraw"):
             return self.shard.handle(op, body, sender, incarnation)
+        if op == "pull.open":
+            budget_s = min(max(body["deadline_s"], 0.0), self.config.remote_lease_s)
+            how = {name: body[name] for name in ("transport", "codecs", "tokens") if name in body}
+            return self.desk.open(body["bodies"], sender, self._loop.time() + budget_s, **how)
+        if op == "pull.close":
+            self.desk.office.close(body["tokens"])
+            return {}
         return self._on_peer(op, body, sender, incarnation)
 
     async def _on_peer(
         self, op: str, body: Mapping[str, Any], sender: str, incarnation: int
     ) -> Mapping[str, Any]:
-        if op == "pull.open":
-            budget_s = min(max(body["deadline_s"], 0.0), self.config.remote_lease_s)
-            deadline_s = self._loop.time() + budget_s
-            how = {"transport": body["transport"], "codecs": body.get("codecs", ())}
-            return {"tickets": await self.desk.open(body["bodies"], sender, deadline_s, **how)}
-        if op == "pull.close":
-            self.desk.office.close(body["tokens"])
-            return {}
         if op == "namespaces":
             self.learn(body["descriptors"])
             return {"descriptors": list(self.descriptors)}

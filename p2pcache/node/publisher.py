@@ -118,13 +118,17 @@ class Publisher:
         """Batches to owners that were lost so far."""
         return self._counters["unpublished"]
 
-    async def flushed(self) -> None:
-        """Wait until all that is queued now has been sent, or lost."""
+    async def flushed(self, deadline_s: float | None = None) -> bool:
+        """Wait until all that is queued now has been sent, or lost. False: not by the deadline."""
         pending = bool(self._held or self._gone or self._resync)
         # A round under way may have begun before the last of it was queued; the next one has it all.
         target = self._sent + pending + self._sending
-        async with self._round_ended:
-            await self._round_ended.wait_for(lambda: self._sent >= target)
+        try:
+            async with asyncio.timeout_at(deadline_s), self._round_ended:
+                await self._round_ended.wait_for(lambda: self._sent >= target)
+        except TimeoutError:
+            return False
+        return True
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from p2pcache.config import NodeConfig
@@ -21,18 +21,18 @@ from p2pcache.core.nvmelog import Record
 from p2pcache.core.planner import Costs
 from p2pcache.core.rates import Meter
 from p2pcache.core.tiers import Slot
-from p2pcache.io.ports import Control, Pull, TicketGone, Transport, TransportError
+from p2pcache.io.ports import NO_TOKEN, Control, Pull, TicketGone, Transport, TransportError
 from p2pcache.node.coder import Coder
 from p2pcache.node.counters import Counters
 from p2pcache.node.inbox import Inbox
+from p2pcache.node.leaves import Leaves, Refusal
 from p2pcache.node.residency import Residency
-from p2pcache.node.wireform import Leave, leave_from_wire
+from p2pcache.node.wireform import Leave
 from p2pcache.types import BodyInfo, DeadlineExceeded, Holder, Miss, RemoteError, Tier, TierFull
 
 HOLDERS_TRIED_MAX = 4
-RETRY_MIN_S, RETRY_MAX_S = 0.001, 0.5  # whatever a holder says
+RETRY_MAX_S = 0.5  # whatever a holder says
 RETRY_INBOX_S = 0.02
-_MISSES = {miss.value: miss for miss in Miss}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +45,6 @@ class Pulled:
     miss: Miss | None = None
     seconds: float = 0.0
     retry_after_s: float = 0.0  # of a miss that may be none later: the holder is busy
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """A holder's no. retry_after_s: when to ask again, where that may help."""
-
-    miss: Miss
-    retry_after_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Batch:
-    """Requests to one peer that gather during one turn of the loop and leave as one message."""
-
-    items: list[Any] = field(default_factory=list)
-    waiting: list[asyncio.Future[Any]] = field(default_factory=list)
-    deadline_s: float = 0.0  # the latest of those who wait
 
 
 class Puller:
@@ -79,10 +62,10 @@ class Puller:
     ):
         """transports: those of this node, in order of preference."""
         self._config = config
-        self._control = control
         self._transports = {t.name: t for t in transports}
         self._residency = residency
         self._coder = coder
+        self.leaves = Leaves(control, config.rpc_timeout_s)
         self.inbox = Inbox(config.pull_bytes_in_flight_max)
         self._costs = costs
         self._counters = counters
@@ -92,12 +75,20 @@ class Puller:
             bytes_max=config.pull_bytes_in_flight_max,
             line_bytes_max=config.pull_line_bytes_max or config.host_bytes_max,
         )
-        self._opening: dict[tuple[str, str], _Batch] = {}
-        self._closing: dict[str, list[bytes]] = {}
         self._broken: dict[tuple[str, int, str], float] = {}  # (peer, incarnation, transport) -> until
         self._silent: dict[tuple[str, int], float] = {}  # (peer, incarnation) -> left alone until
-        self._tasks: set[asyncio.Task] = set()
-        self.view = View()
+        self._view = View()
+
+    @property
+    def view(self) -> View:
+        return self._view
+
+    @view.setter
+    def view(self, view: View) -> None:
+        """The mesh has changed: what is remembered of incarnations that have left is dropped."""
+        self._view = view
+        self._silent = {key: s for key, s in self._silent.items() if view.has(*key)}
+        self._broken = {key: s for key, s in self._broken.items() if view.has(*key[:2])}
 
     def ways(self, peer: Member) -> list[Transport]:
         """Transports that may work with this peer now, the preferred one first.
@@ -198,7 +189,7 @@ class Puller:
         """Each holder by each transport until one gives the body; else the miss, and when to ask again."""
         miss, retry_after_s = Miss.HOLDER_UNREACHABLE, 0.0
         for holder in holders:
-            peer = self.view.members.get(holder.node)
+            peer = self._view.members.get(holder.node)
             if peer is None or peer.incarnation != holder.incarnation:
                 miss = Miss.HOLDER_GONE
                 continue
@@ -234,10 +225,15 @@ class Puller:
         slot: Slot | None = None
         encoded: memoryview | None = None
         pull: Pull | None = None
+        early: bytes | None = None
         meter = self._costs.meter(transport.name, peer.name)
         try:
             idle = not meter.period.active
-            leave = await self._open(peer, transport.name, body, answer_by_s)
+            # Asked of the transport as well as of the holder, whose bytes then come right behind its leave.
+            pace_s = self._costs.rate(transport.name, peer.name).at(started_s)[1]
+            codecs = self._coder.taken(transport.name, peer.name, pace_s)
+            early = transport.ask_early(peer, body.nbytes) if not codecs else None
+            leave = await self.leaves.ask(peer, transport.name, body, answer_by_s, early or NO_TOKEN, codecs)
             if isinstance(leave, Refusal):
                 return Pulled(None, peer.name, transport.name, leave.miss, 0.0, leave.retry_after_s)
             ticket, checksums, coding = leave
@@ -255,7 +251,7 @@ class Puller:
                 with _Metered(meter, body.nbytes, ticket.nbytes, self._loop.time) as metered:
                     into = dest if encoded is None else encoded
                     pull = metered.pull = transport.pull(peer, ticket, into, metered.progress)
-                    await asyncio.shield(pull.done)
+                    await pull.done
                     metered.progress(ticket.nbytes)  # the end needs no report
                 if coding is not None and encoded is not None:
                     record = Record(body, checksums, ticket.meta)
@@ -275,8 +271,10 @@ class Puller:
                 raise
             return Pulled(None, peer.name, transport.name, miss)
         finally:
+            if early is not None:
+                transport.forget_early(early)
             if isinstance(leave, Leave):
-                self._close(peer, leave.ticket.token)
+                self.leaves.give_back(peer, leave.ticket.token)
             if encoded is not None:
                 self.inbox.give_back(encoded.nbytes, None if pull is None else pull.settled)
         seconds = self._loop.time() - started_s
@@ -313,94 +311,8 @@ class Puller:
             until_s = self._loop.time() + self._config.silent_retry_s
             self._silent[peer.name, peer.incarnation] = until_s
 
-    # -- tickets, many a message -----------------------------------------------------------------
-
-    async def _open(self, peer: Member, transport: str, body: BodyInfo, deadline_s: float) -> Leave | Refusal:
-        pace_s = self._costs.rate(transport, peer.name).at(self._loop.time())[1]
-        codecs = self._coder.taken(transport, peer.name, pace_s)
-        batch = self._opening.get((peer.name, transport))
-        if batch is None:
-            batch = _Batch()
-            if not codecs:  # else each goes by itself: none waits until all others have been encoded
-                self._opening[peer.name, transport] = batch
-            self._spawn(self._send_open(peer, transport, batch, codecs))
-        answer: asyncio.Future[list] = self._loop.create_future()
-        batch.items.append(body)
-        batch.waiting.append(answer)
-        batch.deadline_s = max(batch.deadline_s, deadline_s)
-        try:
-            async with asyncio.timeout_at(deadline_s):
-                status, lease = await answer
-        except BaseException:
-            if answer.done() and not answer.cancelled() and answer.exception() is None:
-                status, lease = answer.result()  # it came in the very turn in which the time was up
-                if status == "ok":
-                    self._close(peer, lease[0])
-            raise
-        if status != "ok":
-            miss = _MISSES.get(status, Miss.HOLDER_GONE)
-            return Refusal(miss, max(lease or 0.0, RETRY_MIN_S) if miss is Miss.BUSY else 0.0)
-        leave = leave_from_wire(lease, body, codecs)
-        if leave is None:
-            self._close(peer, lease[0])
-            return Refusal(Miss.HOLDER_GONE)
-        return leave
-
-    async def _send_open(self, peer: Member, transport: str, batch: _Batch, codecs: tuple[str, ...]) -> None:
-        if not codecs:
-            await asyncio.sleep(0)  # let the other pulls of this turn get on
-            del self._opening[peer.name, transport]
-        request = {
-            "bodies": [body.exact for body in batch.items],
-            "transport": transport,
-            "deadline_s": max(batch.deadline_s - self._loop.time(), 0.0),
-        }
-        if codecs:
-            request["codecs"] = list(codecs)
-        try:
-            reply = await self._control.request(peer, "pull.open", request, batch.deadline_s)
-            tickets = reply["tickets"]
-            if len(tickets) != len(batch.items):
-                raise RemoteError(f"{peer.name} answered {len(tickets)} tickets to {len(batch.items)}")
-        except BaseException as error:
-            for waiting in batch.waiting:
-                if not waiting.done():
-                    waiting.set_exception(
-                        error if isinstance(error, RemoteError) else RemoteError(repr(error))
-                    )
-            return
-        for waiting, ticket in zip(batch.waiting, tickets, strict=True):
-            if not waiting.done():
-                waiting.set_result(ticket)
-            elif ticket[0] == "ok":
-                self._close(peer, ticket[1][0])  # the asker has given up; so does the ticket
-
-    def _close(self, peer: Member, token: bytes) -> None:
-        """Tell the holder, some time soon, that a ticket is no longer needed."""
-        tokens = self._closing.get(peer.name)
-        if tokens is None:
-            tokens = self._closing[peer.name] = []
-            self._spawn(self._send_close(peer, tokens))
-        tokens.append(token)
-
-    async def _send_close(self, peer: Member, tokens: list[bytes]) -> None:
-        await asyncio.sleep(0)
-        del self._closing[peer.name]
-        try:
-            deadline_s = self._loop.time() + self._config.rpc_timeout_s
-            await self._control.request(peer, "pull.close", {"tokens": tokens}, deadline_s)
-        except RemoteError:
-            pass  # the ticket ends by its own clock
-
-    def _spawn(self, coroutine: Any) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.leaves.close()
 
 
 class _Metered:

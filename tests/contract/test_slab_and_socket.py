@@ -461,7 +461,7 @@ def test_calls_of_many_threads_get_each_their_own_answer(served: Served) -> None
 
     def ask(i: int) -> bool:
         op = ("pin", "published")[i % 2]
-        body = {"bodies": [], "ttl_s": 1.0} if op == "pin" else {"lost": 0}
+        body = {"bodies": [], "ttl_s": 1.0} if op == "pin" else {"lost": 0, "deadline_s": 1.0}
         return link.call(op, body, PATIENCE_S) == ({"pinned": 0} if op == "pin" else {"told": True})
 
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
@@ -474,13 +474,13 @@ def test_whoever_waits_when_the_node_goes_is_told_so(folder: Path, slab: HostSla
     served.call(served.desk.may_answer.clear)
     link = Link(served.path, PATIENCE_S)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(link.call, "published", {"lost": 0}, PATIENCE_S)
+        waiting = pool.submit(link.call, "published", {"lost": 0, "deadline_s": PATIENCE_S}, PATIENCE_S)
         served.desk.wait(lambda: bool(served.desk.asked), "the request arrived")
         served.close()
         with pytest.raises(NodeDown):
             waiting.result(PATIENCE_S)
     with pytest.raises(NodeDown):
-        link.call("published", {"lost": 0}, PATIENCE_S)
+        link.call("published", {"lost": 0, "deadline_s": PATIENCE_S}, PATIENCE_S)
     link.close()
 
 

@@ -145,7 +145,7 @@ def test_tcp_reader_that_asks_on_and_on_waits_in_line() -> None:
         host, _, port = known_as.transports["tcp"].rpartition(":")
         greedy, fair = tickets.grant(1), tickets.grant(2)
         with socket.create_connection((host, int(port))) as flood:
-            flood.sendall(REQUEST.pack(MAGIC, VERSION, greedy.token, 1, 0, 1) * asked)
+            flood.sendall(REQUEST.pack(MAGIC, VERSION, 0, greedy.token, 1, 0, 1) * asked)
             assert await asyncio.to_thread(tickets.begun.acquire, timeout=PATIENCE_S)
             watched = Watched(reader, known_as, fair)
             assert await asyncio.to_thread(_until, lambda: len(holder._holder._serving) == 2)
@@ -192,7 +192,7 @@ def test_tcp_reader_without_a_ticket_is_told_and_dropped() -> None:
         async with mesh(KINDS["tcp"], MIB) as m:
             host, _, port = m.member.transports["tcp"].rpartition(":")
             with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
-                stranger.sendall(REQUEST.pack(MAGIC, VERSION, bytes(16), MIB, 0, MIB))
+                stranger.sendall(REQUEST.pack(MAGIC, VERSION, 0, bytes(16), MIB, 0, MIB))
                 answer = await asyncio.to_thread(_receive, stranger, ANSWER.size)
                 assert ANSWER.unpack(answer) == (MAGIC, VERSION, GONE, 0)
                 assert await asyncio.to_thread(_receive, stranger, 1) == b""
@@ -283,8 +283,8 @@ def test_a_ticket_in_use_lives_on_but_not_for_ever() -> None:
         )
         clock.call_soon_threadsafe = lambda call, *args: call(*args)
         office = TicketOffice(config, clock, residency, None)  # type: ignore[arg-type]
-        slot: Any = types.SimpleNamespace(offset=0, nbytes=4096)
-        assert office.admit("reader", 4096)
+        slot: Any = types.SimpleNamespace(exact=bytes(16), offset=0, nbytes=4096)
+        assert office.admit("reader", slot.exact, 4096)
         token = office.issue(slot, "reader", expires_s=10.0)
         while clock.now_s < 10 * RENEWED_LEASES_MAX:  # spans of 9 s each
             assert office.begin(token) is not None

@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -30,6 +31,7 @@ from p2pcache.io.transport_ucx import UcxTransport, ucx_available
 from p2pcache.types import ConfigError, InvariantError
 from tests.contract.transports import (
     KINDS,
+    PATIENCE_S,
     POISON,
     TOKEN,
     Kind,
@@ -586,9 +588,42 @@ def test_tcp_reader_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatc
             ticket = m.tickets.grant(LARGE)
             host, _, port = m.member.transports["tcp"].rpartition(":")
             with socket.create_connection((host, int(port))) as lazy:
-                lazy.sendall(REQUEST.pack(MAGIC, VERSION, ticket.token, LARGE, 0, LARGE))
+                lazy.sendall(REQUEST.pack(MAGIC, VERSION, 0, ticket.token, LARGE, 0, LARGE))
                 await m.tickets.until_balanced(begins_min=1)
 
+    run(case)
+
+
+def test_tcp_reader_that_trickles_is_dropped_and_a_slow_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes some bytes now and then, always before it would count as stalled."""
+    monkeypatch.setattr(_tcp_holder, "STALLED_S", 1.0)
+
+    async def case() -> None:
+        async with mesh(KINDS["tcp"], LARGE, fill=False) as m:
+            await m.holder.close()
+            m.holder = TcpTransport("127.0.0.1", bytes_per_s_min=64 * MIB)
+            m.member = member("tcp", await m.holder.start(m.tickets))
+            ticket = m.tickets.grant(LARGE)
+            host, _, port = m.member.transports["tcp"].rpartition(":")
+            over = threading.Event()
+
+            def trickle() -> None:
+                with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as lazy:
+                    lazy.sendall(REQUEST.pack(MAGIC, VERSION, 0, ticket.token, LARGE, 0, LARGE))
+                    with contextlib.suppress(ConnectionError):
+                        while lazy.recv(2 * MIB, socket.MSG_WAITALL) and not over.wait(0.1):
+                            pass
+
+            trickling = asyncio.create_task(asyncio.to_thread(trickle))
+            try:
+                await m.tickets.until_balanced(begins_min=1)
+                assert time.monotonic() - began_s > 1.0, "it was dropped before it could show how slow it is"
+            finally:
+                over.set()
+                await trickling
+            await check_works(m)
+
+    began_s = time.monotonic()
     run(case)
 
 

@@ -45,6 +45,7 @@ class FakeTickets:
         self._memory = memory
         self._changed = threading.Condition()
         self._granted: dict[bytes, tuple[int, int]] = {}
+        self.watchers: list[Callable[[bytes], None]] = []
         self.begins = self.ends = 0
 
     def grant(

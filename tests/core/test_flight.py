@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from p2pcache.core.flight import Flights, Ticket, Waiting
+from p2pcache.core.flight import Flights, Serving, Ticket, Waiting
 from p2pcache.types import ExactKey, InvariantError
 
 KEYS = [ExactKey(bytes([i]) * 16) for i in range(8)]
@@ -143,3 +143,73 @@ def test_those_who_wait_never_take_more_memory_than_they_may(bytes_max, bytes_ea
             waiting.leave(inside.pop(data.draw(st.integers(0, len(inside) - 1))))
     with pytest.raises(InvariantError):
         waiting.leave(sum(inside) + 1)
+
+
+# A holder's limits.
+
+
+@pytest.mark.parametrize("bytes_max, reader_bytes_max, readers", [(10, 100, 1), (100, 10, 1), (10, 10, 3)])
+def test_a_large_body_is_not_overtaken_for_ever(bytes_max, reader_bytes_max, readers):
+    """Small bodies come and go, one of them always there; a large one asks again each time."""
+    serving = Serving(bytes_max=bytes_max, reader_bytes_max=reader_bytes_max)
+    assert serving.admit("r0", KEYS[7], 4, 0.0)
+    inside = ["r0"]
+    for number in range(3 * Serving.OVERTAKEN_MAX):
+        now_s = number * 0.1
+        if serving.admit("r0", KEYS[0], 99, now_s):
+            assert number > Serving.OVERTAKEN_MAX / 2, "small ones went first meanwhile"
+            return
+        reader = f"r{number % readers}"
+        if serving.admit(reader, KEYS[1 + number % 4], 4, now_s):
+            inside.append(reader)
+        serving.dismiss(inside.pop(0), 4)
+    pytest.fail("it starves")
+
+
+def test_who_waits_for_room_of_its_own_holds_back_no_other_reader():
+    serving = Serving(bytes_max=1000, reader_bytes_max=10)
+    assert serving.admit("greedy", KEYS[0], 8, 0.0)
+    assert not serving.admit("greedy", KEYS[1], 8, 0.0)
+    for _ in range(3 * Serving.OVERTAKEN_MAX):
+        assert serving.admit("other", KEYS[2], 8, 0.0)
+        serving.dismiss("other", 8)
+    assert not serving.admit("greedy", KEYS[3], 1, 0.0), "but of its own reader it is the first"
+
+
+def test_who_does_not_ask_again_holds_nobody_back():
+    serving = Serving(bytes_max=10, reader_bytes_max=1000)
+    assert serving.admit("slow", KEYS[0], 4, 0.0)
+    assert not serving.admit("gone", KEYS[1], 99, 0.0)
+    taken = 0
+    while serving.admit("other", KEYS[2], 4, 0.0):
+        serving.dismiss("other", 4)
+        taken += 1
+    assert taken == Serving.OVERTAKEN_MAX
+    assert serving.admit("other", KEYS[2], 4, Serving.ASKS_AGAIN_S + 0.1)
+
+
+asks = st.tuples(st.integers(0, 2), st.integers(0, 7), st.integers(1, 30), st.floats(0, 1))
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.lists(asks, max_size=60), st.data())
+def test_limits_hold_and_an_empty_holder_lets_the_first_in_line_in(bytes_max, reader_bytes_max, asked, data):
+    serving, inside, now_s = Serving(bytes_max=bytes_max, reader_bytes_max=reader_bytes_max), [], 0.0
+    for number, key, nbytes, later_s in asked:
+        now_s += later_s
+        reader = f"r{number}"
+        if serving.admit(reader, KEYS[key], nbytes, now_s):
+            inside.append((reader, nbytes))
+        for limit, mine in (
+            (bytes_max, inside),
+            (reader_bytes_max, [one for one in inside if one[0] == reader]),
+        ):
+            assert len(mine) <= 1 or sum(n for _, n in mine) <= limit
+        assert serving.nbytes == sum(n for _, n in inside)
+        if inside and data.draw(st.booleans()):
+            serving.dismiss(*inside.pop(data.draw(st.integers(0, len(inside) - 1))))
+    for one in inside:
+        serving.dismiss(*one)
+    line = list(serving._line)
+    if line:
+        reader, key = line[0]
+        assert serving.admit(reader, key, 99, now_s), "nobody is before it, and all is free"

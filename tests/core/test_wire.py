@@ -87,7 +87,8 @@ SAMPLES = {
     "directory.withdraw": (record(bodies=lists(row(key, key, u63))), accepted),
     "pull.open": (
         record(bodies=lists(key), transport=text, deadline_s=seconds)
-        | record(bodies=lists(key), transport=text, deadline_s=seconds, codecs=lists(text)),
+        | record(bodies=lists(key), transport=text, deadline_s=seconds, codecs=lists(text))
+        | record(bodies=lists(key), transport=text, deadline_s=seconds, tokens=lists(token)),
         record(tickets=lists(ticket | encoded_ticket | no_ticket)),
     ),
     "adopt": (record(bodies=lists(body), deadline_s=seconds), record(adopted=lists(key))),
@@ -120,7 +121,7 @@ SAMPLES = {
     "reserve": (record(bodies=lists(body), deadline_s=seconds), record(slots=lists(row(text, u63, u63)))),
     "commit": (record(slots=lists(row(u63, lists(u64), meta))), record(committed=u31, lost=u63)),
     "abort": (record(generations=lists(u63)), nothing),
-    "published": (record(lost=u63), record(told=st.booleans())),
+    "published": (record(lost=u63, deadline_s=seconds), record(told=st.booleans())),
     "forget": (record(bodies=lists(key)), nothing),
     "pin": (record(bodies=lists(key), ttl_s=seconds), record(pinned=u31)),
     "open": (record(descriptor=meta), nothing),

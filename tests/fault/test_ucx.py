@@ -114,17 +114,27 @@ def test_holders_killed_in_mid_transfer_cost_the_reader_their_bodies_alone(peers
 
 def test_a_first_contact_before_the_listener_exists_poisons_nothing(peers: tuple) -> None:
     nursery, reader, _ = peers
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    nobody = member("ucx", f"127.0.0.1:{port}").to_wire()
-    for _ in range(3):
-        assert pull(reader, nobody)["error"] == "TransportError"
-    for _ in range(3):  # and it restarts there, as another one or under the name that its reader knows
-        holder = nursery.ask("holder", port=port)
-        assert pull(reader, nobody)["error"] == ""
-        assert pull(reader, holder["member"])["error"] == ""
-        os.kill(holder["pid"], signal.SIGKILL)
+    with socket.socket() as taken:  # bound and deaf, so that nobody else gets this port meanwhile
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        nobody = member("ucx", f"127.0.0.1:{port}").to_wire()
+        for _ in range(3):
+            assert pull(reader, nobody)["error"] == "TransportError"
+        for _ in range(3):  # and it restarts there, as another one or under the name that its reader knows
+            holder = nursery.ask("holder", port=port)
+            assert pull(reader, nobody)["error"] == ""
+            assert pull(reader, holder["member"])["error"] == ""
+            os.kill(holder["pid"], signal.SIGKILL)
+            until(lambda pid=holder["pid"]: has_ended(pid), "the holder has let go of its port")
+
+
+def has_ended(pid: int) -> bool:
+    """Killed, whether or not its parent has looked: its descriptors are closed by then."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
+    except FileNotFoundError:
+        return True
 
 
 def test_a_hundred_connects_and_disconnects(peers: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
