@@ -28,6 +28,7 @@ from typing import Any
 from p2pcache.config import GIB, MIB, NodeConfig
 from p2pcache.discovery import sockets_here
 from p2pcache.io._nvme_files import SEGMENT_NAME, directory_problem
+from p2pcache.io.memory import available_bytes
 from p2pcache.io.transport_ucx import ucx_facts, ucx_resources
 from p2pcache.types import ConfigError
 
@@ -52,7 +53,6 @@ SHM_BYTES_MIN = 1 * GIB  # Ray's object store lies there
 DASHBOARD = ("127.0.0.1", 8299)  # where `p2pcache start` puts it
 PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"  # read by the libucx wheel's loader
 UCX_VERSIONS = ((1, 19), (1, 21))  # ucxx 0.52 was built for these
-MEMINFO, MEMORY_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
 RDMA_DOC = "docs/rdma.md"
 
 
@@ -293,18 +293,6 @@ def rdma_devices() -> list[str]:
     with suppress(OSError):
         return sorted(os.listdir("/sys/class/infiniband"))
     return []
-
-
-def available_bytes() -> int:
-    """Memory that the host has left, or that this control group may have, if that is less; 0: unknown."""
-    found = []
-    with suppress(OSError):
-        for line in MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) * 1024)
-    with suppress(OSError, ValueError):  # none, or "max"
-        found.append(int(MEMORY_LIMIT.read_text()))
-    return min(found, default=0)
 
 
 def memfd_problem() -> str:

@@ -12,7 +12,7 @@ coded in half the bytes is kept twice as long. The position is left out, althoug
 prompt costs more to recompute: such chunks are used again less often, and keeping them costs more hits
 than it saves (`bench.replay`).
 
-Memory: 40 bytes in each entry, 24 more for LRU's credit, and up to 12 bytes each for two ghosts of an entry.
+Memory: 32 bytes in each entry, 24 more for LRU's credit, and up to 12 bytes each for two ghosts of an entry.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from p2pcache.types import BodyInfo
 
 WEIGHT_MAX = 4
 """How many times as much as the cheapest body of the tier one can count in S3-FIFO."""
+COST_CLASS_MIN, COST_CLASS_MAX = -16, 15
 
 
 class Entry:
     """What a policy keeps in each body's own slot: its place in a queue, and its credit.
 
-    The slot adds `body`, `extent_bytes`, `leases` and `pinned_until_s`. An entry is in one queue at most.
+    The slot adds the others. An entry is in one queue at most.
     """
 
-    __slots__ = ("cost", "credit", "newer", "older", "queue")
+    __slots__ = ("credit", "newer", "older", "queue")
 
     body: BodyInfo
     extent_bytes: int
@@ -220,10 +221,11 @@ class Policy(ABC):
         """From 1 for a cold body upwards."""
 
     def cost_class(self, entry: Entry) -> int:
-        """log2 of the tokens that a page saves, rounded."""
+        """log2 of the tokens that a page saves, rounded, and within bounds."""
         if not self._weighs_cost:
             return 0
-        return round(math.log2((entry.body.tokens or 1) * PAGE_BYTES / entry.extent_bytes))
+        saved = round(math.log2((entry.body.tokens or 1) * PAGE_BYTES / entry.extent_bytes))
+        return min(max(saved, COST_CLASS_MIN), COST_CLASS_MAX)
 
 
 class Lru(Policy):

@@ -19,7 +19,7 @@ so that the log can be written with O_DIRECT.
     0       8      magic "p2pcREC\\0"
     8       8      epoch of the segment's life that the record belongs to
     16      2      format version, 1
-    18      1      state: 1 pending, 2 committed, 3 dead
+    18      1      state: 2 committed, 3 dead
     19      1      provenance
     20      4      header_bytes, a multiple of 4096
     24      8      record_bytes = header_bytes + bytes stored, rounded up to 4096
@@ -41,12 +41,13 @@ so that the log can be written with O_DIRECT.
     ...     zero
     last 8         XXH3-64 (seed 0) of the header's bytes before it
 
-**Life of a record**: its header as `pending` and its body are written, in any order; when all of that
-has ended, the header again as `committed`. So a writer that dies leaves a record that says it is torn, or
-a hole if not even its header was on disk yet; records written at the same time behind it are still found.
-`dead` marks a record whose body was found damaged. Nothing is flushed: after a power loss a committed
-header may stand before a torn body, and the layers' checksums find that when it is read. A program that knows
-no encoded bodies takes their headers for damaged ones, and so drops them.
+**Life of a record**: first all of its body but a piece at the start, which may be all of it; when that has
+ended, this piece and the header before it, in one write. So a writer that dies leaves a whole record or a
+hole, in which no header of this epoch stands; records written at the same time behind it are still found.
+`dead` marks a record whose body was found damaged, or that was dropped. Nothing is flushed: after a power
+loss a header may stand before a torn body. The layers' checksums, which stand in the header, find that when
+the body is read, and the youngest bodies are read at every start. A program that knows no encoded bodies
+takes their headers for damaged ones, and so drops them.
 
 **Life of a segment**: when it is reused, its header is written with a new, higher epoch *before*
 any other byte; the records of the life before then no longer count, wherever they lie. An epoch is
@@ -96,7 +97,6 @@ HEADER_BYTES_MAX = round_up(_FIXED.size + _CODING.size + 16 * LAYERS_MAX + META_
 class State(enum.IntEnum):
     """What a header says of its record. No state is zero, so a blank page is none."""
 
-    PENDING = 1
     COMMITTED = 2
     DEAD = 3
 
@@ -285,7 +285,7 @@ class Scan:
     """What a scan found in one segment."""
 
     entries: list[tuple[int, Header]]  # (offset, header) of this epoch, by offset, of every state
-    torn: int = 0  # appends that never ended
+    torn: int = 0  # holes: appends that never ended
     flipped: int = 0  # damaged headers, each a record lost
     epoch_max: int = 0  # highest epoch of any valid header, stale ones too
 
@@ -305,9 +305,8 @@ def scan(read: Callable[[int, int], bytes | memoryview], segment_bytes: int, epo
         if isinstance(header, Header):
             result.epoch_max = max(result.epoch_max, header.epoch)
             if header.epoch == epoch:
-                # A hole: its append ended before its header was on disk, but after this one's had begun.
+                # A hole: its append never ended, and had a place before this one's.
                 result.torn += gap_bytes > 0 and not counted
-                result.torn += header.state is State.PENDING
                 result.entries.append((offset, header))
                 offset += header.record.record_bytes
                 gap_bytes, counted = 0, False

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from p2pcache.core.keys import ChunkKeys
-from p2pcache.core.tiers import Facts, Slot
+from p2pcache.core.slot import Facts, Slot
 from p2pcache.core.wire import ANSWER, ASK, GRANT, HOLDER_RECORD, HOLDERS_MAX, WANT, WireError
 from p2pcache.types import (
     BodyInfo,

@@ -20,136 +20,18 @@ Pure: bytes are never touched here, time and clients are arguments.
 from __future__ import annotations
 
 import bisect
-import enum
 import math
 import operator
-import struct
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 
-from p2pcache._native import KeyIndex, KeyMap
-from p2pcache.core.eviction import Entry, Lru, Policy
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, InvariantError, Provenance, TierFull
-
-ALIGN_BYTES = 4096
-"""Slots start and end on pages: O_DIRECT and huge transfers want that."""
+from p2pcache._native import KeyIndex
+from p2pcache.core.eviction import Lru, Policy
+from p2pcache.core.slot import ALIGN_BYTES, Slot, SlotState, extent_bytes
+from p2pcache.types import BodyInfo, ContentKey, ExactKey, InvariantError, TierFull
 
 COLD_TRIED = 16
 """Of the coldest bodies, around how many the cheapest piece is looked for before the whole slab is."""
-
-
-class SlotState(enum.Enum):
-    RESERVED = "reserved"
-    RESIDENT = "resident"
-    QUARANTINED = "quarantined"
-
-
-_FIXED = struct.Struct("<16s16sQQIIIHB")
-_PLACE = struct.Struct("<QQI")  # generation, bytes of the body, page: what a transfer asks for
-_SHAPE = struct.Struct("<HB")  # provenance and layers, bytes of the codec
-_PLACE_AT, _SHAPE_AT = 32, _FIXED.size - _SHAPE.size
-_LAYERS_BITS = 11  # LAYERS_MAX is 1024
-_CODEC = "raw"  # the one that takes no room
-Facts = tuple[ContentKey, ExactKey, int, int, int, int, str]
-
-
-class Slot(Entry):
-    """A part of the slab: `nbytes` of body at `offset`, `extent_bytes` taken. Owned by the tier.
-
-    What never changes (the body, the place, and from `commit` on checksums and meta) is packed into one
-    `bytes`: a node has a hundred thousand of these, and as objects they would take 2.5 kB each.
-    """
-
-    __slots__ = ("_packed", "state", "leases", "pinned_until_s", "used")
-
-    def __init__(self, body: BodyInfo, offset: int, generation: int):
-        self._packed = _pack(body, offset, generation)
-        self.state = SlotState.RESERVED
-        self.leases = 0
-        self.pinned_until_s = 0.0
-        self.used = False  # leased since it was committed
-
-    @property
-    def body(self) -> BodyInfo:
-        content, exact, tokens, nbytes, provenance, base_position, codec = _facts(self._packed)
-        return BodyInfo(content, exact, tokens, nbytes, Provenance(provenance), base_position, codec)
-
-    @property
-    def facts(self) -> Facts:
-        """The fields of `body`, without an object."""
-        return _facts(self._packed)
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """Generation, bytes of the body, offset: what a transfer asks for."""
-        generation, nbytes, page = _PLACE.unpack_from(self._packed, _PLACE_AT)
-        return generation, nbytes, page * ALIGN_BYTES
-
-    @property
-    def content(self) -> ContentKey:
-        return ContentKey(self._packed[:16])
-
-    @property
-    def exact(self) -> ExactKey:
-        return ExactKey(self._packed[16:32])
-
-    @property
-    def offset(self) -> int:
-        return _PLACE.unpack_from(self._packed, _PLACE_AT)[2] * ALIGN_BYTES
-
-    @property
-    def generation(self) -> int:
-        return _PLACE.unpack_from(self._packed, _PLACE_AT)[0]
-
-    @property
-    def nbytes(self) -> int:
-        return _PLACE.unpack_from(self._packed, _PLACE_AT)[1]
-
-    @property
-    def extent_bytes(self) -> int:
-        return extent_bytes(self.nbytes)
-
-    @property
-    def checksums(self) -> tuple[int, ...]:
-        """One a layer; none before `commit`."""
-        layers, start = _sums_at(self._packed)
-        return struct.unpack_from(f"<{layers}Q", self._packed, start)
-
-    @property
-    def meta(self) -> bytes:
-        layers, start = _sums_at(self._packed)
-        return self._packed[start + 8 * layers :]
-
-    def fill(self, checksums: tuple[int, ...], meta: bytes) -> None:
-        """The bytes are whole: this is what they are checked by."""
-        self._packed = _pack(self.body, self.offset, self.generation, checksums, meta)
-
-
-def _pack(
-    body: BodyInfo, offset: int, generation: int, sums: tuple[int, ...] = (), meta: bytes = b""
-) -> bytes:
-    """Fixed fields, codec, checksums, meta. Tokens and positions have 32 bits, as on the wire."""
-    b, codec = body, b"" if body.codec == _CODEC else body.codec.encode()
-    shape = b.provenance << _LAYERS_BITS | len(sums)
-    numbers = generation, b.nbytes, offset // ALIGN_BYTES, b.base_position, b.tokens, shape, len(codec)
-    return _FIXED.pack(b.content, b.exact, *numbers) + codec + struct.pack(f"<{len(sums)}Q", *sums) + meta
-
-
-def _facts(packed: bytes) -> Facts:
-    content, exact, _, nbytes, _, base_position, tokens, shape, codec_bytes = _FIXED.unpack_from(packed)
-    codec = packed[_FIXED.size : _FIXED.size + codec_bytes].decode() if codec_bytes else _CODEC
-    return content, exact, tokens, nbytes, shape >> _LAYERS_BITS, base_position, codec
-
-
-def _sums_at(packed: bytes) -> tuple[int, int]:
-    """How many checksums there are, and where they begin."""
-    shape, codec_bytes = _SHAPE.unpack_from(packed, _SHAPE_AT)
-    return shape & (1 << _LAYERS_BITS) - 1, _FIXED.size + codec_bytes
-
-
-def extent_bytes(nbytes: int) -> int:
-    """What a body of `nbytes` takes of the slab: whole pages, at least one."""
-    return -(-max(nbytes, 1) // ALIGN_BYTES) * ALIGN_BYTES
 
 
 @dataclass(slots=True)
@@ -200,7 +82,7 @@ class HostTier:
             self._free.add(0, self.capacity_bytes)
         self._taken_bytes = 0
         self._generation = 0
-        self._resident = KeyMap()  # exact key -> slot
+        self._resident = KeyIndex()  # exact key -> slot
         self._by_content = KeyIndex()  # content key -> its slot; where there are several, a tuple of them
         self._others: dict[int, Slot] = {}  # generation -> slot that is reserved or in quarantine
         self._writers: dict[int, str] = {}  # ... and who writes it
@@ -304,8 +186,7 @@ class HostTier:
         """Take a right to read a resident body; it counts as a use. None where it is not here."""
         slot = self._resident.get(exact)
         if slot is not None:
-            slot.leases += 1
-            slot.used = True
+            slot.take_lease()
             self._policy.touch(slot)
         return slot
 
@@ -432,12 +313,13 @@ class HostTier:
     # -- checks ----------------------------------------------------------------------------------
 
     def leases(self) -> int:
-        return sum(slot.leases for slot in self._resident.values())
+        return sum(slot.leases for slot in self._slots)
 
     def validate(self) -> None:
         """Raise InvariantError unless bytes are conserved and no two extents overlap."""
-        extents = [(s.offset, s.extent_bytes) for s in self._resident.values()]
-        extents += [(s.offset, s.extent_bytes) for s in self._others.values()]
+        extents = [(s.offset, s.extent_bytes) for s in self._slots]
+        if len(extents) != len(self._resident) + len(self._others):
+            raise InvariantError("there are slots that are neither resident nor written, or that are missing")
         if sum(size for _, size in extents) != self._taken_bytes:
             raise InvariantError("taken bytes are not the sum of the slots")
         end = 0

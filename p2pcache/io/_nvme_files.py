@@ -25,7 +25,6 @@ from p2pcache.core.nvmeindex import EPOCH_RANDOM_BITS, Location, LogIndex
 from p2pcache.core.nvmelog import (
     PAGE_BYTES,
     Damage,
-    Header,
     Scan,
     State,
     decode_segment,
@@ -95,14 +94,28 @@ class SegmentFiles:
         self._write(stop, segment, iter([Piece(offset, [header], nothing, nothing)]))
 
     def write_record(self, stop: threading.Event | None, place: Location, body: memoryview) -> None:
-        """Write a record: its header as pending along with its body, and then as committed.
+        """Write a record: all of its body but the first piece, then that piece behind the header.
 
-        Raises OSError, or Stopped once `stop` is set.
+        So a record of one piece costs one write, and a header never stands before a body that is not whole,
+        unless the machine dies. Raises OSError, or Stopped once `stop` is set: the header is not there then.
         """
-        pending = encode_header(place.record, place.epoch, State.PENDING)
-        self._write(stop, place.segment, self._record_pieces(place, pending, body))
-        committed = encode_header(place.record, place.epoch, State.COMMITTED)
-        self.write_pages(stop, place.segment, place.offset, committed)
+        scratch, nothing = self._scratch(), memoryview(b"")
+        pieces = scratch.pieces(place.body_offset, body, direct=self.direct)
+        last = next(pieces) if self.direct else Piece(place.body_offset, [], nothing, nothing)
+        self._write(stop, place.segment, pieces)
+        last.offset = place.offset
+        last.parts.insert(0, scratch.header(encode_header(place.record, place.epoch)))
+        try:
+            self._write(stop, place.segment, iter([last]))
+        except OSError:
+            with contextlib.suppress(OSError):  # the header may be there all the same
+                self.write_dead(None, place)
+            raise
+
+    def write_dead(self, stop: threading.Event | None, place: Location) -> None:
+        """Mark a record: its body is not to be read again. Raises OSError, or Stopped once `stop` is set."""
+        header = encode_header(place.record, place.epoch, State.DEAD)
+        self.write_pages(stop, place.segment, place.offset, header)
 
     def read_verified(self, stop: threading.Event | None, place: Location, dest: memoryview) -> int | None:
         """Fill `dest` with a body as it is stored; the first part that fails its checksum, or None.
@@ -142,18 +155,8 @@ class SegmentFiles:
             os.close(self._directory_fd)
             self._directory_fd = -1
 
-    def _record_pieces(self, place: Location, pending: bytes, body: memoryview) -> Iterator[Piece]:
-        """A record's body, the header being part of the first piece: one call to the disk less."""
-        scratch = self._scratch()
-        for number, piece in enumerate(scratch.pieces(place.body_offset, body, direct=self.direct)):
-            piece.before_write()
-            if number == 0:
-                piece.offset = place.offset
-                piece.parts.insert(0, scratch.header(pending))
-            yield piece
-
     def _write(self, stop: threading.Event | None, segment: int, pieces: Iterator[Piece]) -> None:
-        moving = self.backend.move(self._segment_fds[segment], _until(stop, pieces), write=True)
+        moving = self.backend.move(self._segment_fds[segment], _until(stop, pieces, fill=True), write=True)
         with contextlib.closing(moving):
             for _ in moving:
                 pass
@@ -164,20 +167,23 @@ class SegmentFiles:
         return self._local.scratch
 
 
-def _until(stop: threading.Event | None, pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """The pieces, up to the one before which `stop` was set: then Stopped."""
+def _until(stop: threading.Event | None, pieces: Iterator[Piece], fill: bool = False) -> Iterator[Piece]:
+    """The pieces, up to the one before which `stop` was set: then Stopped. fill: they are to be written."""
     for piece in pieces:
         if stop is not None and stop.is_set():
             raise Stopped
+        if fill:
+            piece.before_write()
         yield piece
 
 
 def open_files(
-    path: Path, index: LogIndex, stats: NvmeStats, backend: Backend, *, verify_bodies: bool
+    path: Path, index: LogIndex, stats: NvmeStats, backend: Backend, verify: int | None
 ) -> SegmentFiles:
     """Lock `path`, allocate the segments, and feed `index` and `stats` with what they hold.
 
-    Raises ConfigError, which names the path.
+    verify: of how many of the youngest records the bodies are read as well; None: of all. Raises ConfigError,
+    which names the path.
     """
     directory_fd = _lock_directory(path)
     try:
@@ -186,7 +192,7 @@ def open_files(
         os.close(directory_fd)
         raise
     try:
-        _recover(files, index, stats, verify_bodies=verify_bodies)
+        _recover(files, index, stats, verify)
         files.go_direct()
     except OSError as error:
         files.close()
@@ -327,67 +333,68 @@ class _ScanWindow:
 class _Found:
     """What one segment holds, and what went wrong while it was read."""
 
+    number: int
     epoch: int | Damage
     scan: Scan
     blank: bool  # its first page is all zeros
-    corrupt: int = 0
-    read_errors: int = 0
-    write_errors: int = 0
+    read_errors: int
 
 
-def _recover(files: SegmentFiles, index: LogIndex, stats: NvmeStats, *, verify_bodies: bool) -> None:
+def _recover(files: SegmentFiles, index: LogIndex, stats: NvmeStats, verify: int | None) -> None:
     """Feed the index with every segment. Raises OSError when a new segment header cannot be written."""
     there = [number for number in range(index.segment_count) if number not in files.created]
     lost = sorted(files.created)
+    whole: list[_Found] = []
     with ThreadPoolExecutor(RECOVERY_THREADS, thread_name_prefix="p2pcache-recover") as pool:
-        founds = pool.map(lambda number: _look(files, number, index.segment_bytes, verify_bodies), there)
-        for number, found in zip(there, founds, strict=True):
+        for found in pool.map(lambda number: _look(files, number, index.segment_bytes), there):
             index.saw_epoch(found.scan.epoch_max)
             stats.torn += found.scan.torn
             stats.flipped += found.scan.flipped
-            stats.corrupt += found.corrupt
             stats.read_errors += found.read_errors
-            stats.write_errors += found.write_errors
             if isinstance(found.epoch, Damage):
                 stats.flipped += not found.blank  # a blank one was made by a process that died there
-                lost.append(number)
+                lost.append(found.number)
             else:
-                index.restore(number, found.epoch, found.scan.entries)
+                whole.append(found)
+        for found in sorted(whole, key=lambda found: found.epoch):  # so the index is in the order of the log
+            index.restore(found.number, found.epoch, found.scan.entries)
+        _verify(files, index, stats, pool, verify)
     for number in lost:
         epoch = index.next_epoch(secrets.randbits(EPOCH_RANDOM_BITS))
         files.write_pages(None, number, 0, encode_segment(epoch, index.segment_bytes))
         index.restore(number, epoch, [])
 
 
-def _look(files: SegmentFiles, number: int, segment_bytes: int, verify_bodies: bool) -> _Found:
+def _look(files: SegmentFiles, number: int, segment_bytes: int) -> _Found:
     """Scan one segment."""
     window = _ScanWindow(files, number, segment_bytes)
     page = window.read(0, PAGE_BYTES)
     epoch = decode_segment(page, segment_bytes)
     scanned = scan(window.read, segment_bytes, 0 if isinstance(epoch, Damage) else epoch)
-    found = _Found(epoch, scanned, blank=not any(page), read_errors=window.read_errors)
-    if verify_bodies and not isinstance(epoch, Damage):
-        scanned.entries = [_verified(files, number, *entry, found) for entry in scanned.entries]
-    return found
+    return _Found(number, epoch, scanned, blank=not any(page), read_errors=window.read_errors)
 
 
-def _verified(
-    files: SegmentFiles, number: int, offset: int, header: Header, found: _Found
-) -> tuple[int, Header]:
-    """The same entry, or a dead one (on disk too) when its body is damaged."""
-    if header.state is not State.COMMITTED:
-        return offset, header
-    place = Location(number, header.epoch, offset, header.record)
-    body = memoryview(bytearray(header.record.stored_bytes))
-    try:
-        if files.read_verified(None, place, body) is None:
-            return offset, header
-        found.corrupt += 1
-    except OSError:
-        found.read_errors += 1
-    dead = encode_header(header.record, header.epoch, State.DEAD)
-    try:
-        files.write_pages(None, number, offset, dead)
-    except OSError:
-        found.write_errors += 1
-    return offset, dataclasses.replace(header, state=State.DEAD)
+def _verify(
+    files: SegmentFiles, index: LogIndex, stats: NvmeStats, pool: ThreadPoolExecutor, youngest: int | None
+) -> None:
+    """Read the bodies of the youngest records (None: of all); drop the damaged ones, on disk too."""
+
+    def is_whole(place: Location) -> bool | OSError:
+        try:
+            body = memoryview(bytearray(place.record.stored_bytes))
+            return files.read_verified(None, place, body) is None
+        except OSError as error:
+            return error
+
+    places = [place for record in index if (place := index.lookup(record.body.exact)) is not None]
+    places = places if youngest is None else places[max(len(places) - youngest, 0) :]
+    for place, whole in zip(places, pool.map(is_whole, places), strict=True):
+        if whole is True:
+            continue
+        stats.corrupt += whole is False
+        stats.read_errors += whole is not False
+        index.drop(place.record.body.exact)
+        try:
+            files.write_dead(None, place)
+        except OSError:
+            stats.write_errors += 1

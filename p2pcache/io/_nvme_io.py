@@ -48,6 +48,8 @@ class Piece:
         return sum(part.nbytes for part in self.parts)
 
     def before_write(self) -> None:
+        if not self.outside.nbytes:
+            return
         self.spill[: self.outside.nbytes] = self.outside
         self.spill[self.outside.nbytes :] = bytes(self.spill.nbytes - self.outside.nbytes)
 

@@ -24,6 +24,7 @@ from contextlib import AbstractContextManager
 
 from p2pcache.core import wire
 from p2pcache.core.membership import Member
+from p2pcache.io.memory import available_bytes
 from p2pcache.types import ConfigError, NodeDown, RemoteError
 
 HEADER_BYTES = mmap.PAGESIZE
@@ -76,11 +77,11 @@ class HostSlab(MappedSlab):
 
     def __init__(self, nbytes: int):
         """Takes the memory now: a slab that does not fit must fail here, not under a later write."""
-        available = _available_bytes()
+        available = available_bytes()
         if nbytes + _ROOM_LEFT_BYTES > available:
             raise ConfigError(
-                f"host_bytes_max asks for a slab of {nbytes:,} bytes, but this host has {available:,}"
-                " bytes of memory available"
+                f"host_bytes_max asks for a slab of {nbytes:,} bytes, but this host or control group has"
+                f" {available:,} bytes of memory available"
             )
         self.nonce = secrets.token_bytes(16)
         self.fd = os.memfd_create("p2pcache-slab", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -192,11 +193,3 @@ def _sealed(fd: int) -> bool:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SIZE_SEALS == _SIZE_SEALS
     except OSError:  # no memfd
         return False
-
-
-def _available_bytes() -> int:
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    raise ConfigError("this system does not tell how much memory is available")

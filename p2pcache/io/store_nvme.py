@@ -10,7 +10,7 @@
 - IO goes past the page cache (O_DIRECT), straight between the disk and the caller's memory where that
   starts on a page: re-reads of what is warm are the host tier's business. Filesystems that refuse it get
   buffered IO and a warning. Nothing is flushed: checksums tell whole bytes from torn ones, so a crash costs
-  the last records and never gives wrong ones.
+  the last records and never gives wrong ones. The youngest bodies are read at the start for that.
 - Only the event loop's thread touches the index; the pool's threads touch file descriptors and the
   caller's buffers. A cancelled call returns once its thread has let go of the buffer (law 5): it is
   told to stop, and does after the few pieces that are under way.
@@ -41,7 +41,7 @@ from p2pcache.core.nvmeindex import (
     Placement,
     segment_bytes_for,
 )
-from p2pcache.core.nvmelog import Record, State, encode_header, encode_segment
+from p2pcache.core.nvmelog import Record, encode_segment
 from p2pcache.io import _nvme_io
 from p2pcache.io._nvme_files import NvmeStats, SegmentFiles, open_files
 from p2pcache.types import (
@@ -58,6 +58,8 @@ from p2pcache.types import (
 __all__ = ["DEPTH_MAX", "Appended", "NvmeStats", "NvmeStore"]
 
 DEPTH_MAX = 64
+VERIFIED_AT_START = 2
+"""Times `depth` records, the youngest: their bodies are read, for a dead machine may have torn them."""
 
 
 class Appended(enum.StrEnum):
@@ -98,7 +100,7 @@ class NvmeStore:
         of 4096, bounds a record and is what is evicted at a time; None chooses it by the cap. Segments
         of another size, or beyond a lowered cap, are given up. `depth`: records written or read at once,
         a thread each. `io`: `uring`, `threads`, or `auto`, which is the first where the kernel allows it.
-        `verify_bodies` reads all bodies too.
+        `verify_bodies` reads all bodies, and not only the youngest, which a crash may have torn.
         Raises ConfigError, which names the path: not a directory, open to other users, not
         writable, too little space, or held by a live process; or io_uring was asked for and is refused.
         """
@@ -109,11 +111,10 @@ class NvmeStore:
             segment_bytes = segment_bytes_for(capacity_bytes)
         index = LogIndex(capacity_bytes, segment_bytes)
         stats = NvmeStats(capacity_bytes=capacity_bytes)
+        verify = None if verify_bodies else VERIFIED_AT_START * depth
         pool = ThreadPoolExecutor(depth, thread_name_prefix="p2pcache-nvme")
         loop = asyncio.get_running_loop()
-        opening = loop.run_in_executor(
-            pool, lambda: open_files(Path(path), index, stats, backend, verify_bodies=verify_bodies)
-        )
+        opening = loop.run_in_executor(pool, open_files, Path(path), index, stats, backend, verify)
         try:
             files = await asyncio.shield(opening)
         except BaseException:
@@ -197,18 +198,24 @@ class NvmeStore:
         placement = await self._place(record)
         if isinstance(placement, Already):
             return Appended.PRESENT if placement.committed else Appended.IN_FLIGHT
+        whole = False
+
+        def write(stop: threading.Event) -> None:
+            nonlocal whole
+            self._files.write_record(stop, placement, body)
+            whole = True
+
         try:
-            await self._run(self._files.write_record, placement, body)
+            await self._run(write)
         except OSError as error:
-            self._index.abort(placement)
             self._stats.write_errors += 1
             raise TierFull(f"NVMe write failed: {error}") from error
-        except BaseException:
-            # Cancelled. It may be whole on disk all the same; a restart then finds it, rightly.
-            self._index.abort(placement)
-            raise
-        self._index.commit(placement)
-        self._stats.appended += 1
+        finally:
+            if whole:  # also where this call was cancelled: a restart would find it, so it is here
+                self._index.commit(placement)
+                self._stats.appended += 1
+            else:
+                self._index.abort(placement)
         return Appended.STORED
 
     async def read_into(self, exact: ExactKey, dest: memoryview) -> Record | None:
@@ -282,9 +289,8 @@ class NvmeStore:
         self._index.drop(location.record.body.exact)
         if self._closing is not None:
             return
-        header = encode_header(location.record, location.epoch, State.DEAD)
         try:
-            await self._run(self._files.write_pages, location.segment, location.offset, header)
+            await self._run(self._files.write_dead, location)
         except OSError:
             self._stats.write_errors += 1  # the next process will find the damage by itself
 

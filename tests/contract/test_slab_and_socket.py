@@ -240,7 +240,7 @@ def test_a_slab_larger_than_memory_is_a_config_error_with_both_figures(
         HostSlab(wanted)
     figures = [word for word in str(caught.value).split() if "," in word and word[0].isdigit()]
     assert len(figures) == 2
-    monkeypatch.setattr(slab_module, "_available_bytes", lambda: 70 * MIB)
+    monkeypatch.setattr(slab_module, "available_bytes", lambda: 70 * MIB)
     with pytest.raises(ConfigError, match="73,400,320"):
         HostSlab(8 * MIB)
 

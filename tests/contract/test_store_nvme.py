@@ -16,14 +16,14 @@ import stat
 import subprocess
 import sys
 import threading
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from p2pcache.core.checksum import CorruptBody, checksum_body
 from p2pcache.core.coding import Coding
-from p2pcache.core.nvmelog import PAGE_BYTES, Record, State, round_up
+from p2pcache.core.nvmelog import PAGE_BYTES, RECORD_MAGIC, Record, round_up
 from p2pcache.io import _nvme_files, _nvme_io
 from p2pcache.io.store_nvme import Appended, NvmeStore
 from p2pcache.types import (
@@ -319,6 +319,73 @@ def test_a_segment_that_is_being_read_is_not_reused(tmp_path):
     asyncio.run(scenario())
 
 
+class Dying:
+    """A backend of a process that dies in its `last`-th piece, of which some pages are written."""
+
+    def __init__(self, inner, last: int, pages_of):
+        self._inner = inner
+        self._left = last
+        self._pages_of = pages_of
+        self.name = inner.name
+
+    def move(self, fd, pieces, *, write):
+        for piece in pieces:
+            if self._left == 0:
+                data = b"".join(piece.parts)
+                for at in self._pages_of(len(data) // PAGE_BYTES):
+                    page = mmap.mmap(-1, PAGE_BYTES)
+                    page[:] = data[at * PAGE_BYTES :][:PAGE_BYTES]
+                    os.pwritev(fd, [page], piece.offset + at * PAGE_BYTES)
+            self._left -= 1
+            if self._left < 0:
+                raise OSError(errno.EIO, "dead")
+            yield from self._inner.move(fd, [piece], write=write)
+
+
+TEARS = {
+    "nothing": lambda pages: [],
+    "front": lambda pages: range(pages // 2),
+    "back": lambda pages: range(pages // 2, pages),
+    "first page": lambda pages: [0],
+    "all but one": lambda pages: range(pages - 1),
+    "all": range,
+}
+
+
+@pytest.mark.parametrize("tear", TEARS)
+@pytest.mark.parametrize("last", range(11))
+def test_wherever_a_writer_dies_a_restart_finds_what_was_whole_alone(tmp_path, monkeypatch, last, tear):
+    """Bodies of one piece, of several, and of no whole page, over what an earlier life has left there."""
+    monkeypatch.setattr(_nvme_io, "PIECE_BYTES", 64 << 10)
+    sizes = [100, (192 << 10) + 4096, 5_000, 64 << 10, (128 << 10) + 17]
+    made = [make(number, nbytes, 1) for number, nbytes in enumerate(sizes * 3)]
+    earlier, new = made[:10], made[10:]
+
+    async def scenario():
+        async with opened(tmp_path, MIB, MIB // 2, depth=1) as store:
+            for record, body in earlier:
+                await put(store, record, body)
+            gone = {body.exact for body in await store.make_room(new[1][0])}
+            kept = {record.body.exact for record in store.records()}
+            assert gone and kept
+            store._files.backend = Dying(store._files.backend, last, TEARS[tear])
+            for record, body in new:
+                with suppress(TierFull):
+                    await store.make_room(record)
+                    if await store.append(record, body) is Appended.STORED:
+                        kept.add(record.body.exact)
+            assert not all(record.body.exact in kept for record, _ in new)
+        async with opened(tmp_path, MIB, MIB // 2, depth=1, verify_bodies=True) as store:
+            found = {record.body.exact for record in store.records()}
+            for record, body in made:
+                assert await get(store, record) == (body if record.body.exact in found else None)
+        beyond = found - kept
+        assert kept <= found and beyond & gone in (set(), gone)  # all of a segment, or none of it
+        assert len(beyond - gone) <= 1  # whole, and not told of
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("call", ["read", "append"])
 def test_a_cancelled_call_returns_only_when_nothing_moves_in_its_buffer(tmp_path, call):
     """It has had a piece moved, another one is about to be; the third never is."""
@@ -357,10 +424,11 @@ def test_a_cancelled_call_returns_only_when_nothing_moves_in_its_buffer(tmp_path
 @pytest.mark.parametrize("layer", [0, 1, 2])
 def test_a_flipped_bit_in_a_body_is_found_when_it_is_read_and_stays_dropped(tmp_path, layer):
     async def scenario():
-        places = await fill(tmp_path, range(5))
-        flip(tmp_path, places[2].segment, places[2].body_offset + layer * 20_000 + 19_999)
         async with opened(tmp_path) as store:
-            assert store.stats().records == 5
+            for number in range(5):
+                await put(store, *make(number))
+            place = store._index.lookup(make(2)[0].body.exact)
+            flip(tmp_path, place.segment, place.body_offset + layer * 20_000 + 19_999)
             with pytest.raises(CorruptBody, match=f"layer {layer}"):
                 await get(store, make(2)[0])
             assert await get(store, make(2)[0]) is None and store.stats().corrupt == 1
@@ -421,7 +489,7 @@ def test_a_torn_append_is_counted_dropped_and_written_behind(tmp_path):
             await put(store, *make(1))
 
             def die_before_the_last_header(piece, write):
-                if write and piece.parts[0][18] == State.COMMITTED and piece.nbytes == PAGE_BYTES:
+                if write and bytes(piece.parts[0][:8]) == RECORD_MAGIC:
                     raise OSError(errno.EIO, "as if killed here")
 
             with tampered(store, die_before_the_last_header):
@@ -437,19 +505,25 @@ def test_a_torn_append_is_counted_dropped_and_written_behind(tmp_path):
     asyncio.run(scenario())
 
 
-def test_a_committed_header_before_a_torn_body_is_found_at_the_read(tmp_path):
-    """What a power loss can leave, since nothing is flushed."""
+@pytest.mark.parametrize("torn", [0, 3, 4, 9])
+def test_a_committed_header_before_a_torn_body_is_found_at_the_start_or_at_the_read(tmp_path, torn):
+    """What a power loss can leave, since nothing is flushed: the youngest bodies are looked at."""
 
     async def scenario():
-        places = await fill(tmp_path, range(2))
-        end = places[1].offset + round_up(places[1].record.record_bytes)
-        with open(tmp_path / "000000.seg", "r+b") as file:
+        places = await fill(tmp_path, range(10))
+        end = places[torn].offset + places[torn].record.record_bytes
+        with open(tmp_path / f"{places[torn].segment:06d}.seg", "r+b") as file:
             file.seek(end - 5 * PAGE_BYTES)
             file.write(bytes(5 * PAGE_BYTES))
-        async with opened(tmp_path) as store:
-            with pytest.raises(CorruptBody):
-                await get(store, make(1)[0])
-            assert await get(store, make(0)[0]) == make(0)[1]
+        async with opened(tmp_path, depth=3) as store:
+            if torn < 4:
+                with pytest.raises(CorruptBody):
+                    await get(store, make(torn)[0])
+            assert (store.stats().records, store.stats().corrupt) == (9, 1)
+            for number in range(10):
+                assert await get(store, make(number)[0]) == (make(number)[1] if number != torn else None)
+        async with opened(tmp_path, depth=3) as store:
+            assert (store.stats().records, store.stats().corrupt) == (9, 0)
 
     asyncio.run(scenario())
 
@@ -673,7 +747,8 @@ def test_a_dropped_record_does_not_come_back_from_an_append_cancelled_before(tmp
             with pytest.raises(asyncio.CancelledError):
                 await task
             store._files.write_record = write
-            await put(store, record, body)
+            assert await store.append(record, body) is Appended.PRESENT  # it is there, as after a restart
+            assert await get(store, record) == body
             assert await store.drop(record.body.exact)
         async with opened(tmp_path) as store:
             assert store.lookup(record.body.exact) is None
@@ -902,10 +977,7 @@ def test_a_damaged_part_of_an_encoded_body_is_corrupt_and_gone(tmp_path):
         async with opened(tmp_path / "log") as store:
             await put(store, record, body)
             place = store._index.lookup(record.body.exact)
-        with open(tmp_path / "log" / f"{place.segment:06d}.seg", "r+b") as file:
-            file.seek(place.body_offset + 25_000)
-            file.write(bytes([body[25_000] ^ 1]))
-        async with opened(tmp_path / "log") as store:
+            flip(tmp_path / "log", place.segment, place.body_offset + 25_000)
             with pytest.raises(CorruptBody, match="layer 2"):
                 await get(store, record)
             assert store.lookup(record.body.exact) is None

@@ -200,10 +200,9 @@ class TestRestore:
         placement = index.place(make_record(3, 2))
         assert (placement.segment, placement.epoch, placement.offset) == (0, 20, 4 * PAGE_BYTES)
 
-    @pytest.mark.parametrize("state", [State.PENDING, State.DEAD])
-    def test_torn_and_dead_records_take_room_and_are_not_found(self, state):
+    def test_dead_records_take_room_and_are_not_found(self):
         index = make_index(3)
-        index.restore(0, 1, self.entries(1, make_record(1, 2), state=state))
+        index.restore(0, 1, self.entries(1, make_record(1, 2), state=State.DEAD))
         assert len(index) == 0 and index.used_bytes == 6 * PAGE_BYTES
         assert index.place(make_record(1, 2)).offset == 4 * PAGE_BYTES
 
@@ -216,7 +215,7 @@ class TestRestore:
         assert index.lookup(make_record(7).body.exact).segment == 1 and len(index) == 1
 
     @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
-    @pytest.mark.parametrize("again", [State.PENDING, State.COMMITTED])
+    @pytest.mark.parametrize("again", [State.DEAD, State.COMMITTED])
     def test_a_dead_record_hides_older_ones_of_its_key_and_no_younger(self, order, again):
         index = make_index(4)
         for number in order:

@@ -152,20 +152,6 @@ def test_a_folder_that_the_store_would_refuse_is_a_problem(tmp_path: Path) -> No
     assert levels(doctor.check_nvme(str(tmp_path), *state)) == {"nvme": ERROR}
 
 
-def test_memory_is_what_the_host_and_the_control_group_both_grant(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
-    monkeypatch.setattr(doctor, "MEMINFO", meminfo)
-    monkeypatch.setattr(doctor, "MEMORY_LIMIT", limit)
-    assert doctor.available_bytes() == 0
-    meminfo.write_text("MemTotal: 9999999 kB\nMemAvailable: 2048 kB\n")
-    assert doctor.available_bytes() == 2 * MIB
-    for text, expected in (("max\n", 2 * MIB), (f"{MIB}\n", MIB), (f"{GIB}\n", 2 * MIB)):
-        limit.write_text(text)
-        assert doctor.available_bytes() == expected
-
-
 def test_this_host(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     found = doctor.examine(NodeConfig(host_bytes_max=64 * MIB, nvme_path=str(tmp_path), nvme_bytes_max=GIB))
     assert {"python", "ucx", "slab", "address", "nvme", "clock"} <= levels(found).keys()
