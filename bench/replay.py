@@ -152,7 +152,7 @@ def by_position(policy: type[Policy]) -> type[Policy]:
     """The same policy, weighing as well that a chunk far behind costs more. For comparison only."""
 
     class ByPosition(policy):  # type: ignore[valid-type, misc]
-        def _cost_class(self, entry):
+        def cost_class(self, entry):
             return round(math.log2(recompute_cost(entry.body) / entry.body.nbytes * TOKEN_BYTES))
 
     return ByPosition

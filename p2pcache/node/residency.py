@@ -211,13 +211,7 @@ class Residency:
     async def _demote_cold(self) -> None:
         """Copy the coldest bodies down until what is above the mark could be dropped at once."""
         excess = self.tier.taken_bytes - self._demote_above_bytes
-        cold = []
-        for slot in self.tier.resident():
-            if excess <= 0:
-                break
-            excess -= slot.extent_bytes
-            cold.append(slot)
-        left = iter(cold)
+        left = iter(self.tier.coldest(excess))
 
         async def lane() -> None:
             for slot in left:
@@ -257,6 +251,7 @@ class Residency:
             packed = await self._coder.pack("nvme", self._nvme_codec, body, record.body, record.checksums)
             if packed is not None:
                 record, body = dataclasses.replace(record, coding=packed.coding), packed.data
+                self._admission.give_back(record.body.nbytes - record.stored_bytes)
             await self._write_down(record, body)
 
     async def _write_down(self, record: Record, body: memoryview) -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from p2pcache.core.eviction import POLICIES
 from p2pcache.core.tiers import ALIGN_BYTES, HostTier, Slot, SlotState
 from p2pcache.types import KEY_BYTES, BodyInfo, ContentKey, ExactKey, InvariantError, Provenance, TierFull
 
@@ -281,3 +282,23 @@ def test_validate_sees_a_leak_and_an_overlap():
     for tier in (leaky, overlapping):
         with pytest.raises(InvariantError):
             tier.validate()
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
+def test_the_coldest_are_told_without_a_look_at_the_others(policy):
+    looked = []
+
+    class Counted(policy):
+        def __iter__(self):
+            for entry in super().__iter__():
+                looked.append(entry)
+                yield entry
+
+    tier = HostTier(50 * ALIGN_BYTES, Counted)
+    for number in range(50):
+        filled(tier, number)
+    order = list(tier.resident())
+    looked.clear()
+    assert tier.coldest(3 * ALIGN_BYTES - 1) == order[:3] == looked
+    assert tier.coldest(0) == tier.coldest(-1) == [] and len(looked) == 3
+    assert tier.coldest(1 << 40) == order
