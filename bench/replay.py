@@ -153,7 +153,7 @@ def by_position(policy: type[Policy]) -> type[Policy]:
 
     class ByPosition(policy):  # type: ignore[valid-type, misc]
         def cost_class(self, entry):
-            return round(math.log2(recompute_cost(entry.body) / entry.body.nbytes * TOKEN_BYTES))
+            return round(math.log2(recompute_cost(entry.body) / entry.extent_bytes * ALIGN_BYTES))
 
     return ByPosition
 
