@@ -152,8 +152,8 @@ def by_position(policy: type[Policy]) -> type[Policy]:
     """The same policy, weighing as well that a chunk far behind costs more. For comparison only."""
 
     class ByPosition(policy):  # type: ignore[valid-type, misc]
-        def _cost_class(self, entry):
-            return round(math.log2(recompute_cost(entry.body) / entry.body.nbytes * TOKEN_BYTES))
+        def cost_class(self, entry):
+            return round(math.log2(recompute_cost(entry.body) / entry.extent_bytes * ALIGN_BYTES))
 
     return ByPosition
 

@@ -27,8 +27,8 @@ from typing import Any
 
 from p2pcache.config import GIB, MIB, NodeConfig
 from p2pcache.discovery import sockets_here
+from p2pcache.io._memory import available_bytes
 from p2pcache.io._nvme_files import SEGMENT_NAME, directory_problem
-from p2pcache.io.memory import available_bytes
 from p2pcache.io.transport_ucx import ucx_facts, ucx_resources
 from p2pcache.types import ConfigError
 

@@ -36,3 +36,7 @@ class Admission:
             return False
         self._credit_bytes -= nbytes
         return True
+
+    def give_back(self, nbytes: int) -> None:
+        """So much of a body that was admitted need not be written: it was encoded."""
+        self._credit_bytes = min(self._credit_bytes + nbytes, self._rate * BURST_S)

@@ -20,7 +20,7 @@ value is out of bounds or the tables do not add up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,6 +108,9 @@ def unpack_starts(starts: bytes) -> list[int]:
 def asked_tokens(wants: Bodies) -> list[int]:
     """How many tokens each body has."""
     return np.frombuffer(wants.bodies, WANT_FIELDS)["tokens"].tolist()
+
+
+NAMES_MAX = 1 << 16  # a record's name has 16 bits
 
 
 class Names:
@@ -201,9 +204,18 @@ class Answer(NamedTuple):
 
 
 def pack_answers(answers: Iterable[Answer], patience_s: float | None = None) -> dict[str, Any]:
-    """A lookup's reply. patience_s: a fetch that takes longer is slower than computing."""
+    """A lookup's reply. patience_s: a fetch that takes longer is slower than computing.
+
+    An answer that no name is left for says that nothing was found: other nodes choose most of these names.
+    """
     names, rows, found = Names(), [], []
+    spoken = {""}
     for a in answers:
+        fresh = set(_texts(a)) - spoken
+        if len(spoken) + len(fresh) <= NAMES_MAX:
+            spoken |= fresh
+        else:
+            a = Answer(Match.NONE, Source.RECOMPUTE, "", Miss.BUSY, None, (), a.cost_s)
         chosen = NONE
         if a.body is not None:
             chosen = next(i for i, f in enumerate(a.found) if f.body.exact == a.body.exact)
@@ -227,6 +239,14 @@ def pack_answers(answers: Iterable[Answer], patience_s: float | None = None) -> 
         "holders": tables.holders,
         "patience_s": patience_s,
     }
+
+
+def _texts(answer: Answer) -> Iterator[str]:
+    """The names that an answer needs."""
+    yield answer.peer
+    for found in answer.found:
+        yield found.body.codec
+        yield from (holder.node for holder in found.holders)
 
 
 def unpack_answers(reply: Mapping[str, Any]) -> list[Answer]:

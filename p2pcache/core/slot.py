@@ -6,7 +6,7 @@ import enum
 import struct
 
 from p2pcache.core.eviction import COST_CLASS_MAX, COST_CLASS_MIN, Entry
-from p2pcache.types import BodyInfo, ContentKey, ExactKey, Provenance
+from p2pcache.types import BodyInfo, ContentKey, ExactKey, InvariantError, Provenance
 
 ALIGN_BYTES = 4096
 """Slots start and end on pages: O_DIRECT and huge transfers want that."""
@@ -87,6 +87,8 @@ class Slot(Entry):
 
     @cost.setter
     def cost(self, cost: int) -> None:
+        if not COST_CLASS_MIN <= cost <= COST_CLASS_MAX:
+            raise InvariantError(f"cost class {cost} is not {COST_CLASS_MIN} to {COST_CLASS_MAX}")
         self._bits = self._bits & ~(_COST << _COST_AT) | cost - COST_CLASS_MIN << _COST_AT
 
     @property

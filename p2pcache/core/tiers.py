@@ -114,6 +114,18 @@ class HostTier:
         """Resident slots, those that go first first."""
         return iter(list(self._policy))  # type: ignore[arg-type]
 
+    def coldest(self, nbytes: int) -> list[Slot]:
+        """The resident slots that go first, as many as take `nbytes`; no others are looked at."""
+        found: list[Slot] = []
+        if nbytes <= 0:
+            return found
+        for slot in self._policy:
+            found.append(slot)  # type: ignore[arg-type]
+            nbytes -= slot.extent_bytes
+            if nbytes <= 0:
+                break
+        return found
+
     def current(self, exact: ExactKey, generation: int) -> bool:
         """Whether an offset that somebody remembers still holds the body it did."""
         slot = self._resident.get(exact)

@@ -226,6 +226,9 @@ class Workers:
                 self._unfinished -= 1
 
 
+JOIN_POLL_S = 0.01
+
+
 async def join(threads: list[threading.Thread]) -> None:
     """Join without blocking the loop, and without a thread that the loop's executor would keep."""
     loop = asyncio.get_running_loop()
@@ -239,7 +242,12 @@ async def join(threads: list[threading.Thread]) -> None:
             loop.call_soon_threadsafe(lambda: joined.done() or joined.set_result(None))
 
     waiter = threading.Thread(target=wait, name="p2pcache-join", daemon=True)
-    waiter.start()
+    try:
+        waiter.start()
+    except RuntimeError:  # no thread can be had: look now and then instead
+        while any(thread.is_alive() for thread in threads):
+            await asyncio.sleep(JOIN_POLL_S)
+        return
     await joined
     waiter.join()
 

@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager
 
 from p2pcache.core import wire
 from p2pcache.core.membership import Member
-from p2pcache.io.memory import available_bytes
+from p2pcache.io._memory import available_bytes
 from p2pcache.types import ConfigError, NodeDown, RemoteError
 
 HEADER_BYTES = mmap.PAGESIZE

@@ -290,12 +290,15 @@ class NvmeStore:
         if self._closing is not None:
             return
         try:
-            await self._run(self._files.write_dead, location)
+            await self._run(self._files.write_dead, location, to_the_end=True)
         except OSError:
             self._stats.write_errors += 1  # the next process will find the damage by itself
 
-    async def _run(self, work: Callable[..., Any], *args: Any) -> Any:
-        """`work(stop, *args)` on the pool. If cancelled: stop it, and wait until it has if it had begun."""
+    async def _run(self, work: Callable[..., Any], *args: Any, to_the_end: bool = False) -> Any:
+        """`work(stop, *args)` on the pool. If cancelled: stop it, and wait until it has if it had begun.
+
+        to_the_end: if cancelled, do it all the same, and wait until it has been done.
+        """
         self._check_open()
         stop = threading.Event()
         job = self._pool.submit(work, stop, *args)
@@ -303,8 +306,9 @@ class NvmeStore:
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            stop.set()
-            if job.cancel():
+            if not to_the_end:
+                stop.set()
+            if not to_the_end and job.cancel():
                 raise  # it never began: nothing has touched the buffers
             while not running.done():
                 try:

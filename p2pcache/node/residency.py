@@ -243,13 +243,7 @@ class Residency:
     async def _demote_cold(self) -> None:
         """Copy the coldest bodies down until what is above the mark could be dropped at once."""
         excess = self.tier.taken_bytes - self._demote_above_bytes
-        cold = []
-        for slot in self.tier.resident():
-            if excess <= 0:
-                break
-            excess -= slot.extent_bytes
-            cold.append(slot)
-        left = iter(cold)
+        left = iter(self.tier.coldest(excess))
 
         async def lane() -> None:
             for slot in left:
@@ -302,7 +296,9 @@ class Residency:
             if packed is None:  # what may not change, or would change too much, goes down as it is
                 packed = await self._coder.pack("nvme", EXACT_CODECS[0], raw, record)
             if packed is not None:
+                admitted = record.body.nbytes
                 record, raw = Record(packed.body, packed.checksums, record.meta, packed.coding), packed.data
+                self._admission.give_back(admitted - record.stored_bytes)
             await self._write_down(record, raw)
             return record
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pcache.io import memory
+from p2pcache.io import _memory as memory
 
 MIB, GIB = 1 << 20, 1 << 30
 

@@ -375,7 +375,7 @@ def test_wherever_a_writer_dies_a_restart_finds_what_was_whole_alone(tmp_path, m
                     if await store.append(record, body) is Appended.STORED:
                         kept.add(record.body.exact)
             assert not all(record.body.exact in kept for record, _ in new)
-        async with opened(tmp_path, MIB, MIB // 2, depth=1, verify_bodies=True) as store:
+        async with opened(tmp_path, MIB, MIB // 2, depth=1) as store:
             found = {record.body.exact for record in store.records()}
             for record, body in made:
                 assert await get(store, record) == (body if record.body.exact in found else None)
@@ -724,6 +724,37 @@ def test_a_cancelled_call_that_never_began_does_not_wait_for_a_thread(tmp_path):
                 assert ended == {second} and second.cancelled()
                 assert await first == body
             assert await get(store, record) == body
+
+    asyncio.run(scenario())
+
+
+def test_a_drop_that_is_cancelled_before_its_turn_holds_for_the_next_process_too(tmp_path):
+    async def scenario():
+        working, go_on = threading.Event(), threading.Event()
+
+        def slow(_piece, write):
+            if not write:
+                working.set()
+                go_on.wait()
+
+        (record, body), (other, _) = make(1), make(2)
+        async with opened(tmp_path, depth=1) as store:
+            await put(store, record, body)
+            await put(store, *make(2))
+            with tampered(store, slow):
+                reading = asyncio.ensure_future(get(store, other))
+                await asyncio.to_thread(working.wait)
+                dropping = asyncio.ensure_future(store.drop(record.body.exact))
+                await asyncio.sleep(0)
+                dropping.cancel()
+                await asyncio.sleep(0)
+                go_on.set()
+                with pytest.raises(asyncio.CancelledError):
+                    await dropping
+                await reading
+            assert store.lookup(record.body.exact) is None
+        async with opened(tmp_path) as store:
+            assert [found.body.exact for found in store.records()] == [other.body.exact]
 
     asyncio.run(scenario())
 

@@ -373,3 +373,23 @@ def test_attach_takes_its_timeout_in_all(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(slab.socket, "socket", lambda *_: Trickle(fileno=os.dup(ours.fileno())))
     with ours, theirs, pytest.raises(TimeoutError):
         slab.attach("anywhere", "peer", 2.0)
+
+
+def test_threads_are_joined_also_where_no_thread_can_be_had_for_it(monkeypatch):
+    async def scenario():
+        go_on = threading.Event()
+        working = threading.Thread(target=go_on.wait, args=(30,), daemon=True)
+        working.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            joining = asyncio.ensure_future(join([working]))
+            ended, _ = await asyncio.wait([joining], timeout=0.05)
+            assert not ended
+            go_on.set()
+            await asyncio.wait_for(joining, 30)
+        assert not working.is_alive()
+
+    def refuse(_thread):
+        raise RuntimeError("can't start new thread")
+
+    asyncio.run(scenario())

@@ -59,3 +59,17 @@ def test_a_clock_that_goes_back_gives_no_credit():
     admission = Admission(1_000, used_only=False)
     assert admission.admits(1_000, 10.0, used=False)
     assert not admission.admits(1, 5.0, used=False) and not admission.admits(1, 10.0, used=False)
+
+
+def test_what_encoding_saves_may_be_written_by_others_and_is_never_more_than_a_burst():
+    admission = Admission(1000, used_only=False)
+    assert admission.admits(1500, 0.0, used=False)
+    assert not admission.admits(1, 0.0, used=False)
+    admission.give_back(800)
+    assert admission.admits(300, 0.0, used=False)
+    assert not admission.admits(1, 0.0, used=False)
+    admission.give_back(10_000)
+    assert admission.admits(1000, 0.0, used=False) and not admission.admits(1, 0.0, used=False)
+    unlimited = Admission(0, used_only=False)
+    unlimited.give_back(5)
+    assert unlimited.admits(1 << 40, 0.0, used=False)

@@ -182,3 +182,26 @@ def test_bodies_are_bounded():
     ):
         with pytest.raises(WireError):
             packed.found()
+
+
+def test_answers_beyond_the_last_name_are_misses_and_all_before_them_stand(monkeypatch):
+    monkeypatch.setattr(records, "NAMES_MAX", 5)
+
+    def answer(number: int) -> Answer:
+        body = BodyInfo(bytes([number]) * 16, bytes([number]) * 16, 16, 64)
+        found = Found(body, (Holder(f"node-{number}", 1, Tier.HOST),))
+        return Answer(Match.EXACT, Source.PEER, f"node-{number}", None, body, (found,), 0.5)
+
+    told = unpack_answers(pack_answers([answer(1), answer(2), answer(3), answer(4), answer(1)]))
+    miss = Answer(Match.NONE, Source.RECOMPUTE, "", Miss.BUSY, None, (), 0.5)
+    assert told == [answer(1), answer(2), answer(3), miss, answer(1)]
+
+
+def test_more_names_than_a_record_can_number_are_no_error():
+    def answer(number: int) -> Answer:
+        body = BodyInfo(bytes(16), bytes(16), 16, 64)
+        found = Found(body, tuple(Holder(f"{number}-{i}", 1, Tier.HOST) for i in range(60)))
+        return Answer(Match.EXACT, Source.PEER, f"{number}-0", None, body, (found,), 0.5)
+
+    told = unpack_answers(pack_answers([answer(number) for number in range(1200)]))
+    assert told[1000] == answer(1000) and told[-1].miss is Miss.BUSY

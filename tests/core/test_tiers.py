@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from p2pcache.core.eviction import POLICIES
 from p2pcache.core.tiers import ALIGN_BYTES, HostTier, Slot, SlotState
 from p2pcache.types import KEY_BYTES, BodyInfo, ContentKey, ExactKey, InvariantError, Provenance, TierFull
 
@@ -281,3 +282,49 @@ def test_validate_sees_a_leak_and_an_overlap():
     for tier in (leaky, overlapping):
         with pytest.raises(InvariantError):
             tier.validate()
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=list(POLICIES))
+def test_the_coldest_are_told_without_a_look_at_the_others(policy):
+    looked = []
+
+    class Counted(policy):
+        def __iter__(self):
+            for entry in super().__iter__():
+                looked.append(entry)
+                yield entry
+
+    tier = HostTier(50 * ALIGN_BYTES, Counted)
+    for number in range(50):
+        filled(tier, number)
+    order = list(tier.resident())
+    looked.clear()
+    assert tier.coldest(3 * ALIGN_BYTES - 1) == order[:3] == looked
+    assert tier.coldest(0) == tier.coldest(-1) == [] and len(looked) == 3
+    assert tier.coldest(1 << 40) == order
+
+
+@given(
+    st.integers(-16, 15), st.integers(0, 300), st.sampled_from(SlotState), st.floats(0, 1e9), st.booleans()
+)
+def test_what_changes_in_a_slot_shares_one_integer_and_nothing_else(cost, leases, state, until_s, pin_first):
+    slot = Slot(body(1), 0, 1)
+    assert (slot.cost, slot.leases, slot.state, slot.pinned_until_s, slot.used) == (
+        -16,
+        0,
+        SlotState.RESERVED,
+        0.0,
+        False,
+    )
+    if pin_first:
+        slot.pinned_until_s = until_s
+    slot.leases, slot.cost, slot.state = leases, cost, state
+    slot.pinned_until_s = until_s
+    assert (slot.cost, slot.leases, slot.state, slot.pinned_until_s) == (cost, leases, state, until_s)
+    assert slot.held(until_s) == (leases > 0) and (slot.held(until_s - 1) or not until_s or until_s > 1e8)
+    slot.take_lease()
+    assert (slot.cost, slot.leases, slot.state, slot.used) == (cost, leases + 1, state, True)
+    assert slot.held(until_s)
+    for wrong in (-17, 16):
+        with pytest.raises(InvariantError):
+            slot.cost = wrong

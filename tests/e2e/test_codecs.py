@@ -165,15 +165,14 @@ def test_a_damaged_encoded_record_is_a_miss_and_never_served(mesh: Callable, tmp
     run = prompt(64)
     keep(m.cache(0), run)
     until(lambda: m.status(0)["nvme"]["records"] == 1, "demoted")
+    m.restart(0)  # which reads the youngest records; the damage comes later
     (place,) = [s for s in m.nodes[0].node.ports.nvme._index._segments if s.live]
     (location,) = place.live.values()
-    m.nodes[0].close()
     with open(tmp_path / "nvme" / f"{location.segment:06d}.seg", "r+b") as file:
         file.seek(location.body_offset + 20_000)
         (byte,) = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte ^ 8]))
-    m.restart(0)
     assert _miss(m.cache(0), run) in (Miss.CORRUPT, Miss.HOLDER_GONE)
     assert m.status(0)["counters"]["corrupt"] == 1 and m.status(0)["nvme"]["records"] == 0
 
@@ -524,12 +523,13 @@ def test_a_damaged_lossy_record_is_a_miss_and_never_served(mesh: Callable, tmp_p
     run = prompt(64)
     keep(m.cache(0), run)
     written(m, 1)
-    m.nodes[0].close()
+    m.restart(0)  # which reads the youngest records; the damage comes later
     (segment,) = [p for p in (tmp_path / "nvme").iterdir() if p.is_file() and b"p2kv" in p.read_bytes()]
-    whole = bytearray(segment.read_bytes())
-    whole[whole.index(b"p2kv") + 20_000] ^= 8
-    segment.write_bytes(whole)
-    m.restart(0)
+    whole = segment.read_bytes()
+    at = whole.index(b"p2kv") + 20_000
+    with segment.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([whole[at] ^ 8]))
     assert _miss(m.cache(0), run) in (Miss.CORRUPT, Miss.HOLDER_GONE)
     assert m.status(0)["counters"]["corrupt"] == 1 and m.status(0)["nvme"]["records"] == 0
     m.nodes[0].flush()
