@@ -162,13 +162,12 @@ def test_a_damaged_encoded_record_is_a_miss_and_never_served(mesh: Callable, tmp
     until(lambda: m.status(0)["nvme"]["records"] == 1, "demoted")
     (place,) = [s for s in m.nodes[0].node.ports.nvme._index._segments if s.live]
     (location,) = place.live.values()
-    m.nodes[0].close()
+    m.restart(0)
     with open(tmp_path / "nvme" / f"{location.segment:06d}.seg", "r+b") as file:
         file.seek(location.body_offset + 20_000)
         (byte,) = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte ^ 8]))
-    m.restart(0)
     assert _miss(m.cache(0), run) in (Miss.CORRUPT, Miss.HOLDER_GONE)
     assert m.status(0)["counters"]["corrupt"] == 1 and m.status(0)["nvme"]["records"] == 0
 
