@@ -1,8 +1,10 @@
 """Whether bodies of one line are better encoded on their way: where that has them here sooner.
 
 Encoded, fewer bytes come, and time goes into encoding and decoding. On a slow line that pays, on a fast one
-it does not. All is reckoned in seconds a raw byte, by what was measured; a choice is held still until another
-is clearly better, since the line's pace is only known with noise.
+it does not. Of a prompt's bodies one is encoded and another decoded while a third is on the line, so the
+slowest of the three sets the pace; a body that comes alone takes all three. All is reckoned in seconds a raw
+byte, by what was measured; a choice is held still until another is clearly better, since the line's pace is
+only known with noise.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ class WireChoice:
         """Choose anew; True: encoded.
 
         pace_s: what a raw byte takes to come, as bodies come now. ratio: bytes that an encoded body has for
-        each raw one. coding_s: what encoding and decoding a raw byte take.
+        each raw one. coding_s: what the slower of encoding and decoding takes for a raw byte.
         """
         line_s = pace_s / ratio if self.encoded else pace_s  # what a byte takes that is really moved
-        encoded_s = ratio * line_s + coding_s
+        encoded_s = max(ratio * line_s, coding_s)
         self.encoded = encoded_s < line_s * (1.0 if self.encoded else 1 - MARGIN)
         return self.encoded

@@ -162,7 +162,7 @@ class Coder:
             while len(self._wire) >= LINES_MAX:
                 del self._wire[next(iter(self._wire))]
             choice = self._wire[transport, peer] = WireChoice()
-        return choice.update(pace_s, self._wire_ratio, encode_s + decode_s)
+        return choice.update(pace_s, self._wire_ratio, max(encode_s, decode_s))
 
     async def _try_out(self) -> None:
         """Measure this host's speed once, on values of a body's kind, where no body has shown it yet."""
