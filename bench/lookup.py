@@ -262,7 +262,7 @@ class Nodes:
     def do_prepare(self, keys: str, starts: str) -> dict[str, Any]:
         """Look up once, and keep what was said to whom for the bare exchange."""
         runtime = self.nodes[0]
-        node, control = runtime.node, runtime.node.ports.control
+        node, lookups = runtime.node, runtime.node.ports.lookups
         request = {
             "chunks": bytes.fromhex(keys),
             "starts": bytes.fromhex(starts),
@@ -277,17 +277,18 @@ class Nodes:
         async def lookup() -> Any:
             return await EngineDesk(node).handle(session, "lookup", request)
 
-        said: list[tuple[str, Mapping[str, Any], Mapping[str, Any]]] = []
-        plain = control.ask
+        said: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        plain = lookups.ask
 
-        def listening(peer: Member, op: str, body: Mapping[str, Any], deadline_s: float) -> Any:
-            reply = plain(peer, op, body, deadline_s)
-            reply.add_done_callback(lambda done: said.append((peer.name, body, done.result())))
-            return reply
+        async def listening(asked: Sequence[tuple[Member, bytes]], by_s: float) -> Any:
+            answers = await plain(asked, by_s)
+            for (peer, contents), (table, unknown) in zip(asked, answers, strict=True):
+                said.append((peer.name, {"contents": contents}, {"found": table, "unknown": unknown}))
+            return answers
 
-        control.ask = listening
+        lookups.ask = listening
         runtime.call(lookup())
-        del control.ask
+        del lookups.ask
         self.lookup_once = lookup
         for socket, *_ in self.asks:
             socket.close(0)

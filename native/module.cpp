@@ -7,6 +7,8 @@ namespace nb = nanobind;
 void bind_checksum(nb::module_ &m);
 void bind_chunking(nb::module_ &m);
 void bind_directory(nb::module_ &m);
+void bind_directory_client(nb::module_ &m);
+void bind_directory_server(nb::module_ &m);
 void bind_found(nb::module_ &m);
 void bind_key_map(nb::module_ &m);
 void bind_keys(nb::module_ &m);
@@ -21,6 +23,8 @@ NB_MODULE(_native, m) {
     bind_checksum(m);
     bind_chunking(m);
     bind_directory(m);
+    bind_directory_client(m);
+    bind_directory_server(m);
     bind_found(m);
     bind_key_map(m);
     bind_keys(m);

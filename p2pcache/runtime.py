@@ -24,6 +24,7 @@ from p2pcache.config import NodeConfig
 from p2pcache.core.membership import Member, View
 from p2pcache.io.control_zmq import ZmqControl
 from p2pcache.io.engine_socket import EngineSocket, private_folder, remove_left_over
+from p2pcache.io.lookups import NativeLookups
 from p2pcache.io.members_static import Greeter
 from p2pcache.io.ports import Transport
 from p2pcache.io.slab import HostSlab
@@ -155,6 +156,8 @@ class NodeRuntime:
         self._closers.append(slab.close)
         control = ZmqControl(config.host, config.control_port, lambda: self._identity(name, incarnation))
         self._closers.append(control.close)
+        lookups = NativeLookups(config.host, name, incarnation, control)
+        self._closers.append(lookups.close)
         nvme = None
         if config.nvme_path:
             nvme = await NvmeStore.open(
@@ -169,7 +172,7 @@ class NodeRuntime:
         remove_left_over(folder)
         self.socket_path = str(folder / f"{incarnation:016x}.sock")
         transports = _transports(config, self.socket_path)
-        ports = Ports(control, slab, transports, nvme)
+        ports = Ports(control, lookups, slab, transports, nvme)
         rng = random.Random(incarnation)
         node = self.node = Node(config, name, incarnation, ports, rng, lambda: self.member)
         addresses = {}
@@ -183,8 +186,9 @@ class NodeRuntime:
                 transports.remove(transport)
                 continue
             self._closers.append(transport.close)
+        await lookups.start(node.shard.directory)
         await control.start(node.on_peer)
-        self.member = Member(name, incarnation, control.address, _boot_id(), addresses)
+        self.member = Member(name, incarnation, control.address, _boot_id(), addresses, lookups.address)
         engines = EngineSocket(self.socket_path, slab)
         await engines.start(EngineDesk(node))
         self._closers += [node.close, engines.close]

@@ -46,6 +46,11 @@ class Directory:
         """Memory of the table, names of holders and codecs apart."""
         return self._table.nbytes
 
+    @property
+    def native(self) -> _native.Directory:
+        """The table itself, for a native thread that reads it beside us."""
+        return self._table
+
     def publish(self, holder: Holder, bodies: Iterable[tuple[BodyInfo, int]], now_s: float) -> int:
         """Record that `holder` has each `(body, seq)`. Returns how many were accepted."""
         return self._table.publish(holder.node, holder.incarnation, holder.tier, bodies, now_s)

@@ -25,6 +25,7 @@ class Member:
     control: `host:port` of its control socket.
     boot_id: names the running kernel; equal ids can share memory.
     transports: transport name -> address, only those it listens on.
+    directory: where its shard is asked, as `io/lookups.py` says; "" where by the control plane.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Member:
     control: str
     boot_id: str = ""
     transports: Mapping[str, str] = field(default_factory=dict)
+    directory: str = ""
 
     def to_wire(self) -> dict:
         return {
@@ -40,12 +42,18 @@ class Member:
             "control": self.control,
             "boot_id": self.boot_id,
             "transports": dict(self.transports),
+            "directory": self.directory,
         }
 
     @staticmethod
     def from_wire(raw: Mapping) -> Member:
         return Member(
-            raw["name"], raw["incarnation"], raw["control"], raw["boot_id"], dict(raw["transports"])
+            raw["name"],
+            raw["incarnation"],
+            raw["control"],
+            raw["boot_id"],
+            dict(raw["transports"]),
+            raw["directory"],
         )
 
 

@@ -37,7 +37,7 @@ from p2pcache.core import found
 from p2pcache.core.layout import LAYERS_MAX
 from p2pcache.types import KEY_BYTES, RemoteError, VersionMismatch
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MESSAGE_BYTES_MAX = 16 << 20
 CHUNKS_MAX = 65_536
 BODIES_MAX = found.BODIES_MAX
@@ -186,7 +186,12 @@ TICKET = _tuple(_text(32), _tuple(*_TICKET))
 ENCODED_TICKET = _tuple(_text(32), _tuple(*_TICKET, _tuple(_text(32), U63, CHECKSUMS)))
 NO_TICKET = _tuple(_text(32), _optional(_number))  # when to ask again, in seconds, where that may help
 MEMBER = _record(
-    name=NAME, incarnation=U63, control=_text(), boot_id=_text(64), transports=_map(_text(16), _text(), 16)
+    name=NAME,
+    incarnation=U63,
+    control=_text(),
+    boot_id=_text(64),
+    transports=_map(_text(16), _text(), 16),
+    directory=_text(),
 )
 DESCRIPTOR = _bytes(0, 1 << 16)
 NONE = _record()

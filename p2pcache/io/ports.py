@@ -7,11 +7,13 @@ The node calls every method on its event loop's thread. Blocking work is the she
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from p2pcache.core.membership import Member
+from p2pcache.core.directory import Directory
+from p2pcache.core.found import Table
+from p2pcache.core.membership import Member, View
 from p2pcache.core.nvmelog import Record
 from p2pcache.types import KEY_BYTES, BodyInfo, ContentKey, ExactKey, RemoteError
 
@@ -136,6 +138,35 @@ class Control(Protocol):
         self, peer: Member, op: str, body: Mapping[str, Any], deadline_s: float
     ) -> Mapping[str, Any]:
         """`ask`, awaited."""
+
+    async def close(self) -> None: ...
+
+
+Findings = tuple[Table, bool]
+"""What an owner knows of keys, and whether the rest is unknown to it rather than absent."""
+
+
+class Lookups(Protocol):
+    """Questions between directories: what peers' shards know, and what this node's own tells peers."""
+
+    address: str  # for `Member.directory`; "" where there is nobody to ask here but by the control plane
+
+    async def start(self, directory: Directory) -> None:
+        """Answer for this node's shard. Raises ConfigError."""
+
+    def follow(self, view: View, past: Iterable[tuple[str, int]]) -> None:
+        """The mesh has changed. past: (name, incarnation) of those that have left and are refused."""
+
+    def unknown_until(self, until_s: float) -> None:
+        """Until then, on the loop's clock, what the shard does not know is unknown and not absent."""
+
+    async def ask(
+        self, asked: Sequence[tuple[Member, bytes]], by_s: float
+    ) -> list[Findings | RemoteError]:
+        """Ask each peer for keys, joined, all at once; what each says, or why it says nothing.
+
+        by_s: on the loop's clock. Who has not answered by then has let the deadline pass: DeadlineExceeded.
+        """
 
     async def close(self) -> None: ...
 

@@ -8,7 +8,7 @@ they have seen leave. Serving engines on its own host does no harm: those bytes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from p2pcache.core.membership import View
 from p2pcache.types import Fenced
@@ -42,6 +42,11 @@ class Fence:
         """Raises Fenced for an incarnation that has left. One that is not known yet may be joining."""
         if (sender, incarnation) in self._past and not self._view.has(sender, incarnation):
             raise Fenced(f"incarnation {incarnation:016x} of {sender} is not a member any more")
+
+    @property
+    def past(self) -> Iterable[tuple[str, int]]:
+        """(name, incarnation) of those that have left."""
+        return self._past.keys()
 
     def contact(self) -> None:
         """The supervisor spoke to this node."""

@@ -23,7 +23,7 @@ from p2pcache.core.planner import Costs
 from p2pcache.core.plans import Tally
 from p2pcache.core.records import Bodies
 from p2pcache.core.tiers import Slot
-from p2pcache.io.ports import Control, NvmeTier, Slab, Transport
+from p2pcache.io.ports import Control, Lookups, NvmeTier, Slab, Transport
 from p2pcache.node.coder import Coder
 from p2pcache.node.counters import Counters
 from p2pcache.node.drain import Heir, hand_over
@@ -65,6 +65,7 @@ class Ports:
     """What a node is wired to. The node starts none of it and closes none of it."""
 
     control: Control
+    lookups: Lookups
     slab: Slab
     transports: list[Transport]
     nvme: NvmeTier | None = None
@@ -110,6 +111,7 @@ class Node:
         self.coder = Coder(config)
         self.residency = Residency(config, me, ports.slab, ports.nvme, self.counters, self.coder, clock)
         self.shard = Shard(name, config, clock)
+        self.shard.on_unknown_until = ports.lookups.unknown_until
         self.publisher = Publisher(
             config, ports.control, self.shard, self.counters, rng, self.residency.holdings
         )
@@ -121,7 +123,7 @@ class Node:
         self.waiting = Waiting(config.fetch_queue_bytes_max, FETCH_BYTES)
         self.desk = PeerDesk(config, self.residency, self.coder, self.counters)
         self.heirs = Heir(self.residency, self.puller)
-        self.owners = Owners(ports.control, self.shard, self.counters)
+        self.owners = Owners(ports.lookups, self.shard, self.counters)
         self.home = Home(name, incarnation, self.residency, self.costs, self.counters, self.sight, clock)
         self.fence = Fence(config.contact_lost_s, clock)
         self.publisher.on_fenced = self.fence.told_off
@@ -163,6 +165,7 @@ class Node:
         self.fence.on_view(view)
         self.costs.keep(view.members)
         self.shard.on_view(view)
+        self.ports.lookups.follow(view, self.fence.past)
         self.publisher.on_view(view)
 
     # -- lookup ----------------------------------------------------------------------------------

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from p2pcache.core.found import Table
-from p2pcache.core.membership import View
+from p2pcache.core.membership import Member, View
 from p2pcache.core.records import MISS_CODE
 from p2pcache.core.ring import REPLICAS
-from p2pcache.io.ports import Control
+from p2pcache.io.ports import Lookups
 from p2pcache.node.counters import Counters
 from p2pcache.node.gather import Heard
 from p2pcache.node.shard import Shard
-from p2pcache.types import KEY_BYTES, Miss, RemoteError
+from p2pcache.types import KEY_BYTES, DeadlineExceeded, Miss, RemoteError
 
 Said = tuple[Table, bool] | Miss
 """What an owner knows and whether the rest is unknown to it rather than absent, or why it said nothing."""
@@ -25,8 +23,8 @@ Said = tuple[Table, bool] | Miss
 class Owners:
     """The other owners and this node's own shard, behind one question."""
 
-    def __init__(self, control: Control, shard: Shard, counters: Counters):
-        self._control = control
+    def __init__(self, lookups: Lookups, shard: Shard, counters: Counters):
+        self._lookups = lookups
         self._shard = shard
         self._counters = counters
         self._loop = asyncio.get_running_loop()
@@ -65,7 +63,8 @@ class Owners:
         by_s = self._loop.time() + (deadline_s - self._loop.time()) / 2
         out: list[tuple[np.ndarray, Said]] = []
         mine: list[np.ndarray] = []
-        asked: list[tuple[np.ndarray, asyncio.Future[Mapping[str, Any]]]] = []
+        asked: list[np.ndarray] = []
+        requests: list[tuple[Member, bytes]] = []
         for owner, places in by_owner:
             peer = self.view.members.get(owner)
             if owner == self._shard.me:
@@ -73,20 +72,18 @@ class Owners:
             elif peer is None:  # it left while we were getting here
                 out.append((places, Miss.OWNER_UNREACHABLE))
             else:
-                self._counters["lookup_rpcs"] += 1
-                request = {"contents": keys[places].tobytes()}
-                asked.append((places, self._control.ask(peer, "directory.lookup", request, by_s)))
+                asked.append(places)
+                requests.append((peer, keys[places].tobytes()))
+        self._counters["lookup_rpcs"] += len(requests)
+        answers = asyncio.ensure_future(self._lookups.ask(requests, by_s)) if requests else None
+        if answers is not None and mine:
+            await asyncio.sleep(0)  # they are on their way
         for places in mine:  # while the others are at it
             out.append((places, self._shard.lookup(keys[places].tobytes())))
-        replies = await asyncio.gather(*(reply for _, reply in asked), return_exceptions=True)
-        for (places, _), reply in zip(asked, replies, strict=True):
-            if isinstance(reply, RemoteError):
-                late = self._loop.time() >= by_s
+        for places, said in zip(asked, await answers if answers is not None else [], strict=True):
+            if isinstance(said, RemoteError):
+                late = isinstance(said, DeadlineExceeded) or self._loop.time() >= by_s
                 out.append((places, Miss.DEADLINE if late else Miss.OWNER_UNREACHABLE))
-            elif isinstance(reply, BaseException):
-                raise reply
             else:
-                table = Table(*reply["found"])
-                whole = len(table.counts) == len(places)
-                out.append((places, (table, reply["unknown"]) if whole else Miss.OWNER_UNREACHABLE))
+                out.append((places, said))
         return out

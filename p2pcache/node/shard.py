@@ -18,7 +18,10 @@ from p2pcache.types import Holder, RemoteError, Tier
 
 
 class Shard:
-    """The owner's side. Belongs to the node's loop; `clock` is that loop's."""
+    """The owner's side. Belongs to the node's loop; `clock` is that loop's.
+
+    on_unknown_until: told until when what it does not know is unknown, whenever that changes.
+    """
 
     def __init__(self, me: str, config: NodeConfig, clock: Callable[[], float]):
         self.me = me
@@ -28,19 +31,26 @@ class Shard:
         self._view = View()
         self._marks: dict[str, bytes] = {}  # member -> the view_id it last re-published for
         self._unknown_until_s = 0.0
+        self.on_unknown_until: Callable[[float], None] = lambda until_s: None
 
     def on_view(self, view: View) -> None:
         self._view = view
         self._marks = {name: mark for name, mark in self._marks.items() if name in view.members}
         self._unknown_until_s = self._clock() + self._resync_s
+        self._tell()
 
     @property
     def warm(self) -> bool:
         """Whether what this shard does not know is really absent."""
-        if self._clock() >= self._unknown_until_s:
-            return True
+        return self._clock() >= self._unknown_until_s or self._all_told()
+
+    def _all_told(self) -> bool:
         others = (name for name in self._view.members if name != self.me)
         return all(self._marks.get(name) == self._view.view_id for name in others)
+
+    def _tell(self) -> None:
+        """Whoever answers for this shard on another thread learns when it is warm."""
+        self.on_unknown_until(0.0 if self._all_told() else self._unknown_until_s)
 
     def lookup(self, contents: bytes) -> tuple[Table, bool]:
         """What is known under keys, joined, and whether the rest is unknown rather than absent."""
@@ -61,6 +71,7 @@ class Shard:
             accepted += self.directory.publish(Holder(sender, incarnation, Tier(tier)), bodies, now_s)
         if body["resync"] is not None:
             self._marks[sender] = body["resync"]
+            self._tell()
         return {"accepted": accepted}
 
     def sweep(self) -> int:
