@@ -15,6 +15,7 @@ void bind_keys(nb::module_ &m);
 void bind_lossless(nb::module_ &m);
 void bind_plans(nb::module_ &m);
 void bind_quantise(nb::module_ &m);
+void bind_ring(nb::module_ &m);
 void bind_rotate(nb::module_ &m);
 void bind_uring(nb::module_ &m);
 
@@ -31,6 +32,7 @@ NB_MODULE(_native, m) {
     bind_lossless(m);
     bind_plans(m);
     bind_quantise(m);
+    bind_ring(m);
     bind_rotate(m);
     bind_uring(m);
 }

@@ -23,8 +23,6 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from p2pcache import _native
 from p2pcache.types import KEY_BYTES, BodyInfo, ContentKey, Found, Holder, Provenance, Tier
 
@@ -33,18 +31,6 @@ HOLDERS_MAX = 1024
 MEMBERS_MAX = 1 << 16
 CODECS_MAX = 1 << 8
 
-BODY = np.dtype(
-    [
-        ("exact", "<u8", 2),
-        ("tokens", "<u4"),
-        ("base", "<u4"),
-        ("nbytes", "<u8"),
-        ("provenance", "u1"),
-        ("codec", "u1"),
-        ("holders", "<u2"),
-    ]
-)
-HOLDER = np.dtype([("member", "<u2"), ("tier", "u1")])
 _BODY, _HOLDER = struct.Struct("<16sIIQBBH"), struct.Struct("<HB")
 _PROVENANCES, _TIERS = tuple(Provenance), tuple(Tier)
 
@@ -168,71 +154,6 @@ def records_defect(
     return "" if at == len(held) else "the records are not as many as the counts say"
 
 
-class Columns(NamedTuple):
-    """Tables as arrays, one after the other, for who computes with all rows at once.
-
-    counts: u8 `[keys]`. bodies: `[b]` of BODY. holders: `[h]` of HOLDER, by place in `members`.
-    """
-
-    members: list[tuple[str, int]]
-    codecs: list[str]
-    counts: np.ndarray
-    bodies: np.ndarray
-    holders: np.ndarray
-
-    @staticmethod
-    def of(tables: Sequence[Table]) -> Columns:
-        members: dict[tuple[str, int], int] = {}
-        codecs: dict[str, int] = {}
-        to_member: list[int] = []
-        to_codec: list[int] = []
-        for table in tables:
-            to_member += [members.setdefault(who, len(members)) for who in table.members()]
-            to_codec += [codecs.setdefault(codec, len(codecs)) for codec in table.codecs]
-        counts = np.frombuffer(b"".join([t.counts for t in tables]), np.uint8)
-        bodies = np.frombuffer(bytearray().join([t.bodies for t in tables]), BODY)
-        holders = np.frombuffer(bytearray().join([t.holders for t in tables]), HOLDER)
-        if len(tables) > 1:
-            rows = [len(t.holders) // HOLDER.itemsize for t in tables]
-            holders["member"] = _renumbered(
-                holders["member"], rows, [len(t.names) for t in tables], to_member
-            )
-        if len(codecs) > 1:
-            rows = [len(t.bodies) // BODY.itemsize for t in tables]
-            sizes = [len(t.codecs) for t in tables]
-            bodies["codec"] = _renumbered(bodies["codec"], rows, sizes, np.minimum(to_codec, CODECS_MAX - 1))
-        return Columns(list(members), list(codecs)[:CODECS_MAX], counts, bodies, holders)
-
-    def select(self, first: np.ndarray, count: np.ndarray) -> Columns:
-        """Of the bodies, for each new key those from `first` on, `count` many: arrays `[keys]`."""
-        held = self.bodies["holders"].astype(np.int64)
-        first_holder = np.cumsum(held) - held
-        rows = runs(first, count)
-        return self._replace(
-            counts=count.astype(np.uint8),
-            bodies=self.bodies.take(rows),  # for records much faster than an index
-            holders=self.holders.take(runs(first_holder[rows], held[rows])),
-        )
-
-    def table(self) -> Table:
-        columns = self.counts.tobytes(), self.bodies.tobytes(), self.holders.tobytes()
-        return _table(self.members, self.codecs, *columns)
-
-
-def _renumbered(column: np.ndarray, rows: list[int], sizes: list[int], to: Sequence[int]) -> np.ndarray:
-    """Places in each table's own list as places in the list of all.
-
-    rows: of each table's column. sizes: of each table's list. to: the lists' places in the list of all.
-    """
-    return np.asarray(to)[column + np.repeat(np.cumsum(sizes) - sizes, rows)]
-
-
 def split_keys(joined: bytes) -> list[Any]:
     """Keys that were joined, of whichever kind, one by one."""
-    return np.frombuffer(joined, f"V{KEY_BYTES}").tolist()
-
-
-def runs(first: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """The indices first[0], first[0] + 1, ... (count[0] many), first[1], ...: int64 `[count.sum()]`."""
-    before = np.cumsum(count) - count
-    return np.repeat(first - before, count) + np.arange(int(count.sum()))
+    return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]

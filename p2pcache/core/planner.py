@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 from p2pcache.core.rates import Inlet, Meter, Prefill, Rate
@@ -158,7 +160,7 @@ def plan(
         choices[i] = _at_hand(asked[i], me, content_reuse) or Choice(
             Match.NONE, Source.RECOMPUTE, miss=Miss.CHEAPER_TO_RECOMPUTE
         )
-    patience_s = max(PATIENCE * sum(compute_s[i] for i in coming[:worth]), PATIENCE_MIN_S)
+    patience_s = max(PATIENCE * reduce(add, (compute_s[i] for i in coming[:worth]), 0.0), PATIENCE_MIN_S)
     return Plan(choices, fetch_s, patience_s if worth else None)
 
 
@@ -167,7 +169,7 @@ def _worth_waiting(coming: Sequence[tuple[float, float]]) -> tuple[int, float]:
 
     coming: per chunk (seconds until it is here, seconds to compute it), ascending by the first.
     """
-    compute_s = sum(s for _, s in coming)
+    compute_s = reduce(add, (s for _, s in coming), 0.0)  # in order, unlike `sum` since Python 3.12
     best, best_s, wait_s = 0, compute_s, 0.0
     for count, (here_s, saved_s) in enumerate(coming, 1):
         compute_s -= saved_s

@@ -101,8 +101,9 @@ def pack_starts(starts: Sequence[int]) -> bytes:
     return np.asarray(starts, dtype="<u4").tobytes()
 
 
-def unpack_starts(starts: bytes) -> list[int]:
-    return np.frombuffer(starts, dtype="<u4").tolist()
+def unpack_starts(starts: bytes) -> np.ndarray:
+    """int64 `[chunks]`."""
+    return np.frombuffer(starts, dtype="<u4").astype(np.int64)
 
 
 def asked_tokens(wants: Bodies) -> list[int]:

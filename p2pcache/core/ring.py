@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from blake3 import blake3
 
+from p2pcache import _native
 from p2pcache.types import ContentKey
 
 SLOTS = 16_384
@@ -49,7 +50,7 @@ class Ring:
             unit = ((_mix(_mix(slots) ^ salt) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
             scores[row] = -by_name[name] / np.log(unit)
         # A stable sort by (score, name) makes equal scores resolve alike in every process.
-        self._owners = np.argsort(-scores, axis=0, kind="stable")[:count].T.astype(np.int32)
+        self._owners = np.argsort(-scores, axis=0, kind="stable")[:count].T.astype(np.int32, order="C")
 
     def owners(self, key: ContentKey) -> tuple[str, ...]:
         """The key's owners, the first asked first. Empty where the View is empty.
@@ -76,6 +77,14 @@ class Ring:
         order = np.argsort(owner, kind="stable")
         cuts = np.flatnonzero(np.diff(owner[order])) + 1
         return [(self.names[owner[places[0]]], places) for places in np.split(order, cuts)]
+
+    def split_keys(self, keys: bytes, rank: int) -> list[tuple[str, np.ndarray, bytes]]:
+        """`split` of keys, joined, in one native pass: each owner with the places of its keys, and these."""
+        count = self._owners.shape[1]
+        if rank >= count or not keys:
+            return []
+        split = _native.split_by_owner(keys, self._owners, count, len(self.names), rank)
+        return [(self.names[owner], np.frombuffer(places, np.int64), own) for owner, places, own in split]
 
     def share(self) -> dict[str, float]:
         """Each member's share of the entries and questions over an equal one: 1.0 is perfect balance."""

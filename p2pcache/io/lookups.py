@@ -61,10 +61,14 @@ class ControlLookups:
     def unknown_until(self, until_s: float) -> None:
         pass
 
-    async def ask(self, asked: Sequence[tuple[Member, bytes]], by_s: float) -> Outcomes:
-        futures = [self._control.ask(peer, _OP, {"contents": keys}, by_s) for peer, keys in asked]
-        replies = await asyncio.gather(*futures, return_exceptions=True)
-        return [_judged(keys, reply) for (_, keys), reply in zip(asked, replies, strict=True)]
+    def ask(self, asked: Sequence[tuple[Member, bytes]], by_s: float) -> asyncio.Future[Outcomes]:
+        replies = [self._control.ask(peer, _OP, {"contents": keys}, by_s) for peer, keys in asked]
+
+        async def outcomes() -> Outcomes:
+            got = await asyncio.gather(*replies, return_exceptions=True)
+            return [_judged(keys, reply) for (_, keys), reply in zip(asked, got, strict=True)]
+
+        return asyncio.ensure_future(outcomes())
 
     async def close(self) -> None:
         pass
@@ -90,7 +94,8 @@ class NativeLookups:
         self._name, self._incarnation = name, incarnation
         self._others = ControlLookups(control)
         self._loop = asyncio.get_running_loop()
-        self._waiting: dict[int, asyncio.Future[list]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[Outcomes], list[Member]]] = {}
+        self._closed = False
         self._targets: dict[str, tuple[str, bytes] | None] = {}  # of `Member.directory`
         self._server: Any = None
         self._client = _native.DirectoryClient(name, incarnation)
@@ -125,31 +130,27 @@ class NativeLookups:
         if self._server is not None:
             self._server.unknown_until(until_s)
 
-    async def ask(self, asked: Sequence[tuple[Member, bytes]], by_s: float) -> Outcomes:
-        batch, others = [], []
-        for at, (peer, keys) in enumerate(asked):
-            target = self._target(peer.directory)
-            if target is None:
-                others.append(at)
-            else:
-                batch.append((*target, peer.incarnation, keys))
-        if not others:
-            answers = await self._ask(batch, by_s)
-            return [_outcome(peer, got) for (peer, _), got in zip(asked, answers, strict=True)]
-        answers, rest = await asyncio.gather(
-            self._ask(batch, by_s), self._others.ask([asked[at] for at in others], by_s)
-        )
-        left, said = iter(answers), dict(zip(others, rest, strict=True))
-        return [
-            said[at] if at in said else _outcome(peer, next(left)) for at, (peer, _) in enumerate(asked)
-        ]
+    def ask(self, asked: Sequence[tuple[Member, bytes]], by_s: float) -> asyncio.Future[Outcomes]:
+        targets = [self._target(peer.directory) for peer, _ in asked]
+        if None not in targets:
+            return self._ask([(*t, p.incarnation, k) for t, (p, k) in zip(targets, asked, strict=True)], asked, by_s)
+        ours = [a for a, target in zip(asked, targets, strict=True) if target is not None]
+        others = [a for a, target in zip(asked, targets, strict=True) if target is None]
+        by_kind = self.ask(ours, by_s), self._others.ask(others, by_s)
+
+        async def merged() -> Outcomes:
+            native, plain = map(iter, await asyncio.gather(*by_kind))
+            return [next(plain if target is None else native) for target in targets]
+
+        return asyncio.ensure_future(merged())
 
     async def close(self) -> None:
+        self._closed = True
         self._loop.remove_reader(self._client.fd)
         self._client.stop()
         if self._server is not None:
             self._server.stop()
-        for future in self._waiting.values():
+        for future, _ in self._waiting.values():
             if not future.done():
                 future.set_exception(RemoteError("this node's lookups have been closed"))
         self._waiting.clear()
@@ -159,20 +160,25 @@ class NativeLookups:
             return self._targets[directory]
         return _target(directory)
 
-    def _ask(self, batch: list[tuple[str, bytes, int, bytes]], by_s: float) -> asyncio.Future[list]:
-        answers: asyncio.Future[list] = self._loop.create_future()
-        number = self._client.ask(batch, by_s) if batch else 0
-        if number:
-            self._waiting[number] = answers
+    def _ask(
+        self, batch: list[tuple], asked: Sequence[tuple[Member, bytes]], by_s: float
+    ) -> asyncio.Future[Outcomes]:
+        answers: asyncio.Future[Outcomes] = self._loop.create_future()
+        if not batch:
+            answers.set_result([])
+        elif self._closed:
+            answers.set_exception(RemoteError("this node's lookups have been closed"))
+        elif number := self._client.ask(batch, by_s):
+            self._waiting[number] = answers, [peer for peer, _ in asked]
         else:
-            answers.set_result([("busy", "too many lookups are under way")] * len(batch))
+            answers.set_result([RemoteError("too many lookups are under way")] * len(batch))
         return answers
 
     def _on_done(self) -> None:
         for number, outcomes in self._client.take():
-            answers = self._waiting.pop(number)
+            answers, peers = self._waiting.pop(number)
             if not answers.done():
-                answers.set_result(outcomes)
+                answers.set_result([_outcome(p, got) for p, got in zip(peers, outcomes, strict=True)])
 
 
 def _outcome(peer: Member, got: tuple[Any, Any]) -> Findings | RemoteError:

@@ -160,10 +160,10 @@ class Lookups(Protocol):
     def unknown_until(self, until_s: float) -> None:
         """Until then, on the loop's clock, what the shard does not know is unknown and not absent."""
 
-    async def ask(
+    def ask(
         self, asked: Sequence[tuple[Member, bytes]], by_s: float
-    ) -> list[Findings | RemoteError]:
-        """Ask each peer for keys, joined, all at once; what each says, or why it says nothing.
+    ) -> asyncio.Future[list[Findings | RemoteError]]:
+        """Ask each peer for keys, joined, all at once; the future ends with what each says, or why it says nothing.
 
         by_s: on the loop's clock. Who has not answered by then has let the deadline pass: DeadlineExceeded.
         """

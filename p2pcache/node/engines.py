@@ -54,7 +54,8 @@ class EngineDesk:
         return self._loop.time() + max(body["deadline_s"], 0.0)
 
     async def _on_lookup(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        chunks, starts = unpack_asked(body["chunks"]), unpack_starts(body["starts"])
+        keys, starts = body["chunks"], unpack_starts(body["starts"])
+        chunks = unpack_asked(keys)
         if len(starts) != len(chunks):
             raise RemoteError("a lookup says of every chunk where it begins")
         within_s = body["bytes_within_s"]
@@ -63,6 +64,7 @@ class EngineDesk:
             if at_home is not None:
                 return at_home
         return await self._node.lookup(
+            keys,
             chunks,
             content_reuse=body["content_reuse"],
             everywhere=body["everywhere"],

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from p2pcache.core import planner
 from p2pcache.core.directory import BODIES_PER_KEY_MAX
-from p2pcache.core.found import Columns, Table, Writer
+from p2pcache.core.found import Table, Writer
 from p2pcache.core.planner import Asked, rank_bodies
 from p2pcache.core.plans import Tally, plan_singles
 from p2pcache.core.records import MISS_CODE, MISSES, Answer, pack_answers
@@ -65,14 +64,16 @@ class Sightings:
 class Known:
     """All that has been said of a prompt's chunks.
 
-    chunks, starts: as in `Node.lookup`. home: by content, what is here. asked: distinct contents that the
-    owners were asked for, in the prompt's order. heard: what they said, by place among these. absent: of each
-    of these what it means where nothing is known, u8 `[asked]` as MISS_CODE.
+    keys: content and exact key of each chunk, joined; chunks: the same one by one. starts: int64 `[chunks]`,
+    where each begins. home: by content, what is here. asked: distinct contents that the owners were asked for, in
+    the prompt's order. heard: what they said, by place among these. absent: of each of these what it means where
+    nothing is known, u8 `[asked]` as MISS_CODE.
     """
 
     me: str
+    keys: bytes
     chunks: Sequence[tuple[ContentKey, ExactKey]]
-    starts: Sequence[int]
+    starts: np.ndarray
     home: Mapping[ContentKey, Sequence[Found]]
     asked: Sequence[ContentKey]
     heard: Sequence[Heard]
@@ -81,17 +82,14 @@ class Known:
     def planned(self, **measured: Any) -> tuple[Tally, dict[str, Any]]:
         """The plan, counted and as a lookup's reply. measured: the rest of what `planner.plan` takes."""
         if self._is_single():
-            elsewhere, known = self._columns()
-            absent = np.full(len(self.chunks), MISS_CODE[Miss.ABSENT], np.uint8)
-            absent[elsewhere] = self.absent
-            keys = b"".join(chain.from_iterable(self.chunks))
-            singles = plan_singles(keys, self.starts, known, absent, me=self.me, **measured)
-            return singles.tally(), singles.reply()
+            parts, absent = self._parts()
+            singles = plan_singles(self.keys, self.starts, parts, absent, me=self.me, **measured)
+            return singles.tally, singles.reply
         sightings = self._sightings()
         reasons = dict(zip(self.asked, map(MISSES.__getitem__, self.absent.tolist()), strict=True))
         asked = [
             Asked(exact, start, sightings.under(content, exact), reasons.get(content) or Miss.ABSENT)
-            for (content, exact), start in zip(self.chunks, self.starts, strict=True)
+            for (content, exact), start in zip(self.chunks, self.starts.tolist(), strict=True)
         ]
         plan = planner.plan(asked, me=self.me, **measured)
         answers = [_answer(c, tuple(a.found)) for c, a in zip(plan.choices, asked, strict=True)]
@@ -107,19 +105,19 @@ class Known:
             and sum(len(h.table.names) + len(h.table.codecs) for h in self.heard) <= _NAMES_MAX
         )
 
-    def _columns(self) -> tuple[np.ndarray, Columns]:
-        """The chunks that were asked for, and what is known of all, a key a chunk."""
+    def _parts(self) -> tuple[list[tuple[np.ndarray, Table]], np.ndarray]:
+        """What is known, as tables with the chunks that each is of; and `absent` by chunk."""
+        if not self.home:
+            return [(h.places, h.table) for h in self.heard], self.absent
         at_home = Writer()
-        here = [i for i, (content, _) in enumerate(self.chunks) if content in self.home] if self.home else []
+        here = [i for i, (content, _) in enumerate(self.chunks) if content in self.home]
         for i in here:
             at_home.add(self.home[self.chunks[i][0]])
         elsewhere = np.delete(np.arange(len(self.chunks)), here)
-        columns = Columns.of([*(h.table for h in self.heard), at_home.table()])
-        count = columns.counts.astype(np.int64)
-        places = np.concatenate([*(elsewhere[h.places] for h in self.heard), np.array(here, np.int64)])
-        of_chunk = np.zeros((2, len(self.chunks)), np.int64)
-        of_chunk[:, places] = np.cumsum(count) - count, count
-        return elsewhere, columns.select(*of_chunk)
+        absent = np.full(len(self.chunks), MISS_CODE[Miss.ABSENT], np.uint8)
+        absent[elsewhere] = self.absent
+        parts = [(elsewhere[h.places], h.table) for h in self.heard]
+        return [*parts, (np.array(here, np.int64), at_home.table())], absent
 
     def _sightings(self) -> Sightings:
         sightings = Sightings(self.me, {f.body.exact for found in self.home.values() for f in found})

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from p2pcache.config import NodeConfig
 from p2pcache.core.checksum import CorruptBody
 from p2pcache.core.flight import Waiting
@@ -172,34 +174,38 @@ class Node:
 
     async def lookup(
         self,
+        keys: bytes,
         chunks: Sequence[tuple[ContentKey, ExactKey]],
         *,
         content_reuse: bool,
         everywhere: bool,
         deadline_s: float,
-        starts: Sequence[int],
+        starts: np.ndarray,
         bytes_by_s: float = float("inf"),
     ) -> dict[str, Any]:
         """Find the chunks of a prompt and plan where each comes from; the reply of `core/records.py`.
 
-        content_reuse: accept bodies computed behind other tokens. everywhere: ask the owners even
+        keys: content and exact key of each chunk, joined; chunks: the same one by one. starts: int64 `[chunks]`,
+        where each begins in the prompt, in tokens. content_reuse: accept bodies computed behind other tokens. everywhere: ask the owners even
         where this node has the exact body. deadline_s: on the loop's clock; owners that have not
-        answered by then count as misses with that reason. starts: where each chunk begins in the prompt,
-        in tokens. bytes_by_s: on the same clock, until when the bytes must be here; what is not expected
-        by then is planned as a miss.
+        answered by then count as misses with that reason. bytes_by_s: on the same clock, until when the bytes
+        must be here; what is not expected by then is planned as a miss.
         """
         started_s = self._loop.time()
         self.counters["lookups"] += 1
         self.counters["chunks"] += len(chunks)
         # 1. Our own tiers. A body that is here whole and exact needs no directory.
-        home = self._at_home(dict.fromkeys([content for content, _ in chunks]))
-        here = {f.body.exact for found in home.values() for f in found}
-        ask = list(dict.fromkeys([c for c, e in chunks if everywhere or e not in here]))
+        contents = dict.fromkeys([content for content, _ in chunks])
+        home = self._at_home(contents)
+        if home and not everywhere:
+            here = {f.body.exact for found in home.values() for f in found}
+            contents = dict.fromkeys([c for c, e in chunks if e not in here])
+        ask = list(contents)
         # 2. The owners: one request each, all in parallel, the whole prompt at once.
         heard, absent = await self.owners.ask(b"".join(ask), deadline_s)
         # 3. The plan.
         now_s = self._loop.time()
-        known = Known(self.name, chunks, starts, home, ask, heard, absent)
+        known = Known(self.name, keys, chunks, starts, home, ask, heard, absent)
         tally, reply = known.planned(
             ways={p.name: ways[0].name for p in self.view.members.values() if (ways := self.puller.ways(p))},
             busy_bytes=self.puller.flights.bytes_by_peer(),

@@ -36,14 +36,14 @@ class Owners:
 
         Each key's first owner is asked, and the second where the first does not answer.
         """
-        keys = np.frombuffer(contents, np.uint8).reshape(-1, KEY_BYTES)
-        absent = np.full(len(keys), MISS_CODE[Miss.OWNER_UNREACHABLE], np.uint8)
+        absent = np.full(len(contents) // KEY_BYTES, MISS_CODE[Miss.OWNER_UNREACHABLE], np.uint8)
         heard: list[Heard] = []
-        pending = np.arange(len(keys))
+        pending = np.arange(len(absent))
         for rank in range(REPLICAS):
-            by_owner = [(name, pending[at]) for name, at in self.view.ring.split(keys[pending], rank)]
+            split = self.view.ring.split_keys(contents, rank)
             unheard = [pending[:0]]
-            for places, said in await self._ask_each(by_owner, keys, deadline_s):
+            for at, said in await self._ask_each(split, deadline_s):
+                places = pending[at]
                 if isinstance(said, Miss):
                     absent[places] = MISS_CODE[said]
                     unheard.append(places)
@@ -51,36 +51,36 @@ class Owners:
                     table, unknown = said
                     absent[places] = MISS_CODE[Miss.UNKNOWN if unknown else Miss.ABSENT]
                     heard.append(Heard(places, table))
-            pending = np.concatenate(unheard)
-            if not len(pending):
+            left = np.sort(np.concatenate(unheard))
+            if not len(left):
                 break
+            keys = np.frombuffer(contents, f"V{KEY_BYTES}")
+            contents, pending = keys[np.searchsorted(pending, left)].tobytes(), left
         return heard, absent
 
     async def _ask_each(
-        self, by_owner: list[tuple[str, np.ndarray]], keys: np.ndarray, deadline_s: float
+        self, by_owner: list[tuple[str, np.ndarray, bytes]], deadline_s: float
     ) -> list[tuple[np.ndarray, Said]]:
+        """What each owner says of its keys, with their places. by_owner: as `Ring.split_keys` has them."""
         # Half of what is left, so that a silent first owner leaves time for the second.
         by_s = self._loop.time() + (deadline_s - self._loop.time()) / 2
         out: list[tuple[np.ndarray, Said]] = []
-        mine: list[np.ndarray] = []
+        mine: list[tuple[np.ndarray, bytes]] = []
         asked: list[np.ndarray] = []
         requests: list[tuple[Member, bytes]] = []
-        for owner, places in by_owner:
+        for owner, places, keys in by_owner:
             peer = self.view.members.get(owner)
             if owner == self._shard.me:
-                mine.append(places)
+                mine.append((places, keys))
             elif peer is None:  # it left while we were getting here
                 out.append((places, Miss.OWNER_UNREACHABLE))
             else:
                 asked.append(places)
-                requests.append((peer, keys[places].tobytes()))
+                requests.append((peer, keys))
         self._counters["lookup_rpcs"] += len(requests)
-        answers = asyncio.ensure_future(self._lookups.ask(requests, by_s)) if requests else None
-        if answers is not None and mine:
-            await asyncio.sleep(0)  # they are on their way
-        for places in mine:  # while the others are at it
-            out.append((places, self._shard.lookup(keys[places].tobytes())))
-        for places, said in zip(asked, await answers if answers is not None else [], strict=True):
+        answers = self._lookups.ask(requests, by_s) if requests else None
+        out += [(places, self._shard.lookup(keys)) for places, keys in mine]  # while the others are at it
+        for places, said in zip(asked, await answers if answers is not None else (), strict=True):
             if isinstance(said, RemoteError):
                 late = isinstance(said, DeadlineExceeded) or self._loop.time() >= by_s
                 out.append((places, Miss.DEADLINE if late else Miss.OWNER_UNREACHABLE))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,12 +10,10 @@ from p2pcache.core.found import (
     BODIES_MAX,
     CODECS_MAX,
     HOLDERS_MAX,
-    Columns,
     Table,
     Writer,
     defect,
     records_defect,
-    runs,
 )
 from p2pcache.types import BodyInfo, ContentKey, ExactKey, Found, Holder, Provenance, Tier
 
@@ -53,25 +50,6 @@ def test_a_table_says_what_it_was_written_from(known):
     table = table_of(known)
     assert defect(table) == ""
     assert dict(zip(known, table.objects(known), strict=True)) == known
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(findings(), min_size=1, max_size=4), st.data())
-def test_tables_as_columns_are_the_same_in_any_order_of_keys(parts, data):
-    columns = Columns.of([table_of(part) for part in parts])
-    known = [(content, found) for part in parts for content, found in part.items()]
-    assert list(columns.table().objects(c for c, _ in known)) == [found for _, found in known]
-    picked = data.draw(st.lists(st.integers(0, len(known) - 1), max_size=6)) if known else []
-    count = columns.counts.astype(np.int64)
-    chosen = columns.select((np.cumsum(count) - count)[picked], count[picked]).table()
-    assert defect(chosen) == ""
-    assert list(chosen.objects(known[i][0] for i in picked)) == [known[i][1] for i in picked]
-
-
-@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 5)), max_size=8))
-def test_runs_are_the_ranges_one_after_the_other(ranges):
-    first, count = (np.array(c, np.int64) for c in (zip(*ranges, strict=True) if ranges else ([], [])))
-    assert runs(first, count).tolist() == [i for f, n in ranges for i in range(f, f + n)]
 
 
 @settings(max_examples=100, deadline=None)

@@ -66,9 +66,10 @@ def knowledge(draw) -> dict:
     silent = draw(st.booleans())
     said = [heard(asked, p, found) for p in (order[:cut], order[cut:]) if p][: 1 if silent else 2]
     absent = [MISS_CODE[draw(st.sampled_from([Miss.ABSENT, Miss.UNKNOWN]))] for _ in asked]
-    starts = list(range(0, 256 * len(chunks), 256))
+    starts = np.arange(0, 256 * len(chunks), 256)
     return dict(
         me=ME,
+        keys=b"".join(c + e for c, e in chunks),
         chunks=chunks,
         starts=starts,
         home=home,
@@ -103,8 +104,9 @@ def test_a_prompt_that_is_partly_at_home_stays_columns():
     away = {c: [Found(body(c, 100), both)] for c in asked[:2]}
     known = Known(
         ME,
+        b"".join(c + e for c, e in chunks),
         chunks,
-        [0, 256, 512, 768, 1024],
+        np.arange(0, 5 * 256, 256),
         home,
         asked,
         [heard(asked, [1, 3], away), heard(asked, [0], away)],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pcache import _native
-from p2pcache.core.found import Columns, Writer
+from p2pcache.core.found import Table, Writer
 from p2pcache.core.planner import Asked, Costs, plan
 from p2pcache.core.plans import Tally, plan_singles
 from p2pcache.core.rates import Rate
@@ -75,17 +75,12 @@ def measured(draw) -> Costs:
     return costs
 
 
-def columns(prompt: list[tuple[bytes, Asked]], parts: int) -> Columns:
+def parts_of(prompt: list[tuple[bytes, Asked]], parts: int) -> list[tuple[np.ndarray, Table]]:
     """As tables of several owners, of which each knows its share of the keys."""
     writers = [Writer() for _ in range(parts)]
     for i, (_, asked) in enumerate(prompt):
         writers[i % parts].add(asked.found)
-    each = Columns.of([w.table() for w in writers])
-    at = [i for part in range(parts) for i in range(part, len(prompt), parts)]
-    count = each.counts.astype(np.int64)
-    of_key = np.zeros((2, len(prompt)), np.int64)
-    of_key[:, at] = np.cumsum(count) - count, count
-    return each.select(*of_key)
+    return [(np.arange(part, len(prompt), parts), w.table()) for part, w in enumerate(writers)]
 
 
 @settings(max_examples=600, deadline=None)
@@ -112,13 +107,14 @@ def test_columns_are_planned_like_objects(prompt, costs, content_reuse, within_s
     wanted = plan(chunks, **measured)
     asked = b"".join(content + chunk.exact for content, chunk in prompt)
     absent = np.array([MISS_CODE[chunk.absent] for chunk in chunks], np.uint8)
-    ours = plan_singles(asked, [c.start for c in chunks], columns(prompt, parts), absent, **measured)
+    starts = np.array([c.start for c in chunks], np.int64)
+    ours = plan_singles(asked, starts, parts_of(prompt, parts), absent, **measured)
     assert (ours.fetch_s, ours.patience_s) == (wanted.fetch_s, wanted.patience_s)
-    tally, theirs = ours.tally(), Tally.of(wanted.choices)
+    tally, theirs = ours.tally, Tally.of(wanted.choices)
     assert (tally.chunks, tally.hits, tally.misses) == (theirs.chunks, theirs.hits, theirs.misses)
     assert {m: n for m, n in tally.tokens.items() if n} == {m: n for m, n in theirs.tokens.items() if n}
 
-    reply = ours.reply()
+    reply = ours.reply
     for answer, choice, chunk in zip(unpack_answers(reply), wanted.choices, chunks, strict=True):
         assert (answer.match, answer.source, answer.miss) == (choice.match, choice.source, choice.miss)
         assert (answer.body, answer.cost_s) == (choice.body, choice.cost_s)
@@ -148,8 +144,8 @@ def test_lines_are_shared_in_the_prompts_order():
         writer.add([Found(body, (Holder("other", 1, Tier.HOST), Holder("far", 1, Tier.HOST)))])
     ours = plan_singles(
         b"".join(2 * key for key in keys),
-        [0, 256, 512, 768],
-        Columns.of([writer.table()]),
+        np.array([0, 256, 512, 768]),
+        [(np.arange(4), writer.table())],
         np.zeros(4, np.uint8),
         me=ME,
         ways=WAYS,
@@ -158,19 +154,51 @@ def test_lines_are_shared_in_the_prompts_order():
         content_reuse=False,
         now_s=0.0,
     )
-    answers = unpack_answers(ours.reply())
+    answers = unpack_answers(ours.reply)
     assert [a.peer for a in answers] == ["far", "other", "far", "other"]
     assert all(a.source is Source.PEER for a in answers)
     assert ours.patience_s is None and ours.fetch_s == answers[-1].cost_s > answers[0].cost_s
 
 
-@pytest.mark.parametrize("at", range(4))
-def test_columns_that_do_not_fit_together_are_refused(at: int):
-    body = np.zeros(36, np.uint8)
-    body[34] = 1
-    arrays = [body, np.zeros(3, np.uint8), np.zeros(1, "<i8"), np.zeros(5)]
-    changed = [np.tile(body, 2), np.zeros(0, np.uint8), np.zeros(0), np.zeros(0)]
-    arrays[at] = changed[at]
-    rest = False, np.ones(1, np.uint8), 0.0, 0.0, 0.0, 1.0, np.zeros(1, "<i4"), np.zeros(1)
+def single(holders: int = 1) -> Table:
+    writer, key = Writer(), bytes(16)
+    body = BodyInfo(ContentKey(key), ExactKey(key), 256, 1 << 20)
+    writer.add([Found(body, tuple(Holder(f"n{i}", 1, Tier.HOST) for i in range(holders)))])
+    return writer.table()
+
+
+ROW = np.arange(1)
+MISFITS = {
+    "a place that is none": [(ROW + 1, single())],
+    "a place below zero": [(ROW - 1, single())],
+    "a chunk known twice": [(ROW, single()), (ROW, single())],
+    "not a count a place": [(np.arange(0), single())],
+    "no bodies": [(ROW, single()._replace(bodies=b""))],
+    "half a body": [(ROW, single()._replace(bodies=b"1"))],
+    "no holders": [(ROW, single()._replace(holders=b""))],
+    "two bodies": [(ROW, single()._replace(counts=b"\x02"))],
+    "an unknown holder": [(ROW, single()._replace(names=[], incarnations=b""))],
+    "an unknown codec": [(ROW, single()._replace(codecs=[]))],
+    "too few incarnations": [(ROW, single()._replace(incarnations=b""))],
+}
+
+
+@pytest.mark.parametrize("parts", MISFITS.values(), ids=MISFITS)
+def test_parts_that_do_not_fit_together_are_refused(parts):
     with pytest.raises(ValueError):
-        _native.assign_lines(*arrays, *rest)
+        _native.Singles(bytes(32), parts)
+    singles = _native.Singles(bytes(32), [(ROW, single(2))])
+    members, lines, absent = np.zeros(2, "<i8"), np.zeros((1, 5)), np.zeros(1, np.uint8)
+    rest = False, 0.0, 0.0, 0.0, 1.0, True
+    after = 1.5, 0.02, bytes(10)
+    assert singles.plan(members, lines, *rest, absent, None, *after)
+    for broken in (
+        (members[1:], lines, *rest, absent, None, *after),
+        (members + 5, lines, *rest, absent, None, *after),
+        (members, lines[:0], True, *rest[1:], absent, None, *after),
+        (members, lines, *rest, absent[:0], None, *after),
+        (members, lines, *rest, absent, np.zeros(2), *after),
+        (members, lines, *rest, absent, None, *after[:2], b""),
+    ):
+        with pytest.raises(ValueError):
+            singles.plan(*broken)

@@ -128,3 +128,6 @@ def test_many_keys_are_split_by_the_owners_that_each_has(members, keys):
         split = ring.split(joined, rank)
         assert {owner: places.tolist() for owner, places in split} == wanted
         assert len(split) == len(wanted)
+        native = ring.split_keys(b"".join(keys), rank)
+        assert [(owner, at.tolist()) for owner, at, _ in native] == [(o, at.tolist()) for o, at in split]
+        assert [own for *_, own in native] == [joined[at].tobytes() for _, at in split]
