@@ -116,6 +116,7 @@ public:
         return shared->expire(now_s, batch_max);
     }
 
+    size_t holders() const { return shared->holders(); }
     size_t keys() const { return shared->keys(); }
     size_t nbytes() const { return shared->nbytes(); }
 
@@ -146,5 +147,6 @@ void bind_directory(nb::module_ &m) {
         .def("table", &PyDirectory::table, nb::arg("contents"), nb::arg("now_s"), nb::arg("is_live"))
         .def("expire", &PyDirectory::expire, nb::arg("now_s"), nb::arg("batch_max"))
         .def("__len__", &PyDirectory::keys)
+        .def_prop_ro("holders", &PyDirectory::holders, "How many holders it knows by name.")
         .def_prop_ro("nbytes", &PyDirectory::nbytes, "Bytes of its tables; names are not counted.");
 }

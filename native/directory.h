@@ -80,6 +80,7 @@ public:
         item.text.clear();
     }
     Item &operator[](uint32_t id) { return items_[id]; }
+    size_t size() const { return ids_.size(); }
 
 private:
     static std::string id_of(const std::string &text, int64_t number) {
@@ -218,6 +219,10 @@ public:
         return dropped;
     }
 
+    size_t holders() const {
+        const Lock lock(mutex_);
+        return holders_.size();
+    }
     size_t keys() const {
         const Lock lock(mutex_);
         return keys_;

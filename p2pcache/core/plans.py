@@ -1,8 +1,8 @@
 """`planner.plan` for prompts of which one body at most is known of each chunk, over records.
 
-One native pass (`native/plans.cpp`) makes the choices and packs the reply, so a chunk takes no object from the
-owner's answer to the engine's socket. Choices, costs and the waiting are the same, to the bit; the planner says
-why they are what they are, and tests compare the two.
+One native pass (`native/plans.cpp`) makes the choices and packs the reply, so a chunk takes no object from
+the owner's answer to the engine's socket. Choices, costs and the waiting are the same, to the bit; the
+planner says why they are what they are, and tests compare the two.
 """
 
 from __future__ import annotations
@@ -78,17 +78,19 @@ def plan_singles(
 ) -> SinglesPlan:
     """`planner.plan` of a prompt, and the reply, as `records.pack_answers` makes it.
 
-    asked: content and exact key of each chunk, joined. starts: int64 `[chunks]`, as in `planner.Asked`. parts:
-    tables, whose records have been checked, each with the chunks that it is of, int64 `[keys]`; a chunk is of one
-    at most. absent: u8 `[chunks]`, what it means where nothing is known, as MISS_CODE. The others as there, and
-    this node holds nothing of it all but in its host tier, where nobody else holds it. Raises ValueError where
-    the parts do not fit together.
+    asked: content and exact key of each chunk, joined. starts: int64 `[chunks]`, as in `planner.Asked`.
+    parts: tables, whose records have been checked, each with the chunks that it is of, int64 `[keys]`; a
+    chunk is of one at most. absent: u8 `[chunks]`, what it means where nothing is known, as MISS_CODE. The
+    others as there, and this node holds nothing of it all but in its host tier, where nobody else holds it.
+    Raises ValueError where the parts do not fit together.
     """
     singles = _native.Singles(asked, list(parts))
     members, lines, has_inlet = _lines(singles.members, me, ways, busy_bytes, costs, now_s)
     compute_s = None
     if costs.prefill.known:
-        compute_s = np.asarray(costs.prefill.seconds(np.frombuffer(singles.tokens, np.int64), starts), np.float64)
+        compute_s = np.asarray(
+            costs.prefill.seconds(np.frombuffer(singles.tokens, np.int64), starts), np.float64
+        )
     names, answers, found, holders, fetch_s, patience_s, hits, misses = singles.plan(
         members, lines, has_inlet, *costs.rate("nvme").at(now_s), LOCAL_S, within_s, content_reuse, absent,
         compute_s, PATIENCE, PATIENCE_MIN_S, _CODES,

@@ -7,11 +7,11 @@
     16 bytes                 the pass that stands in the peer's `Member`, once
     u32 length, message      requests one way, replies the other: `directory.lookup` of `core/wire.py`
 
-The address and the pass are `Member.directory`: `host:port#pass`, the pass in hex. So who may ask is who was told
-of the member by the control plane, as with the tickets of a pull.
+The address and the pass are `Member.directory`: `host:port#pass`, the pass in hex. So who may ask is who
+was told of the member by the control plane, as with the tickets of a pull.
 
-Plain sockets and not zmq's: with 15 owners on one host an exchange took 0.27 ms over sockets and 0.66 to 0.81 ms
-over zmq's from C++ (two cores), since each message passes two threads fewer.
+Plain sockets and not zmq's: with 15 owners on one host an exchange took 0.27 ms over sockets and 0.66 to
+0.81 ms over zmq's from C++ (two cores), since each message passes two threads fewer.
 
 `ControlLookups` asks over the control plane. It is the twin in Python, and the way to a member that names no
 directory.
@@ -133,7 +133,9 @@ class NativeLookups:
     def ask(self, asked: Sequence[tuple[Member, bytes]], by_s: float) -> asyncio.Future[Outcomes]:
         targets = [self._target(peer.directory) for peer, _ in asked]
         if None not in targets:
-            return self._ask([(*t, p.incarnation, k) for t, (p, k) in zip(targets, asked, strict=True)], asked, by_s)
+            return self._ask(
+                [(*t, p.incarnation, k) for t, (p, k) in zip(targets, asked, strict=True)], asked, by_s
+            )
         ours = [a for a, target in zip(asked, targets, strict=True) if target is not None]
         others = [a for a, target in zip(asked, targets, strict=True) if target is None]
         by_kind = self.ask(ours, by_s), self._others.ask(others, by_s)

@@ -64,10 +64,10 @@ class Sightings:
 class Known:
     """All that has been said of a prompt's chunks.
 
-    keys: content and exact key of each chunk, joined; chunks: the same one by one. starts: int64 `[chunks]`,
-    where each begins. home: by content, what is here. asked: distinct contents that the owners were asked for, in
-    the prompt's order. heard: what they said, by place among these. absent: of each of these what it means where
-    nothing is known, u8 `[asked]` as MISS_CODE.
+    keys: content and exact key of each chunk, joined; chunks: the same one by one. starts: int64
+    `[chunks]`, where each begins. home: by content, what is here. asked: distinct contents that the owners
+    were asked for, in the prompt's order. heard: what they said, by place among these. absent: of each of
+    these what it means where nothing is known, u8 `[asked]` as MISS_CODE.
     """
 
     me: str

@@ -185,11 +185,12 @@ class Node:
     ) -> dict[str, Any]:
         """Find the chunks of a prompt and plan where each comes from; the reply of `core/records.py`.
 
-        keys: content and exact key of each chunk, joined; chunks: the same one by one. starts: int64 `[chunks]`,
-        where each begins in the prompt, in tokens. content_reuse: accept bodies computed behind other tokens. everywhere: ask the owners even
-        where this node has the exact body. deadline_s: on the loop's clock; owners that have not
-        answered by then count as misses with that reason. bytes_by_s: on the same clock, until when the bytes
-        must be here; what is not expected by then is planned as a miss.
+        keys: content and exact key of each chunk, joined; chunks: the same one by one. starts: int64
+        `[chunks]`, where each begins in the prompt, in tokens. content_reuse: accept bodies computed behind
+        other tokens. everywhere: ask the owners even where this node has the exact body. deadline_s: on the
+        loop's clock; owners that have not answered by then count as misses with that reason. bytes_by_s: on
+        the same clock, until when the bytes must be here; what is not expected by then is planned as a
+        miss.
         """
         started_s = self._loop.time()
         self.counters["lookups"] += 1
