@@ -163,8 +163,8 @@ class Lookups(Protocol):
     def ask(
         self, asked: Sequence[tuple[Member, bytes]], by_s: float
     ) -> asyncio.Future[list[Findings | RemoteError]]:
-        """Ask each peer for keys, joined, all at once; the future ends with what each
-        nothing.
+        """Ask each peer for keys, joined, all at once; the future ends with what each says, or
+        why it says nothing.
 
         by_s: on the loop's clock. Who has not answered by then has let the deadline pass: DeadlineExceeded.
         """
