@@ -30,6 +30,7 @@ from p2pcache.types import ConfigError
 ATTENTION_NAME = "p2pcache_runs"
 BLOCK_TOKENS = 64  # a block's queries; on average half of its own slots are masked in vain
 GAP_TOKENS = 32  # slots between two runs below which they share a block
+MASK_VALUES_KEPT_MAX = 1 << 24  # of all blocks' masks, kept for all layers in the form that SDPA adds
 # What models hand to their attention and what changes nothing where slots are seen by position.
 WITHOUT_EFFECT = frozenset(
     """dropout is_causal sliding_window position_ids cache_position use_cache output_attentions
@@ -96,6 +97,18 @@ def blocks_of(
     return blocks
 
 
+def additive(mask: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
+    """A bool mask `[n, slots]`, once for each query head of a group, as 0 and -inf `[group * n, slots]`.
+
+    The form that SDPA would turn a bool mask into at every call.
+    """
+    return (
+        torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        .masked_fill_(~mask, float("-inf"))
+        .repeat(group, 1)
+    )
+
+
 @dataclass
 class Runs:
     """What the attention must know of the forward under way. One a forward, changed by the cache."""
@@ -106,7 +119,7 @@ class Runs:
     attended: torch.Tensor | None = None  # [slots] fp32: attention mass, a mean over heads and rows
     positions: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     layer: int | None = None  # whose keys came and were not attended to yet
-    _blocks: dict[int | None, list[Block]] = field(default_factory=dict)
+    _blocks: dict[int | None, list[tuple[Block, torch.Tensor | None]]] = field(default_factory=dict)
 
     def set_positions(self, positions: np.ndarray) -> None:
         """The tokens that run from now on, `[n]` int64 sorted."""
@@ -119,10 +132,16 @@ class Runs:
             raise AttentionUnknown(f"layer {self.layer} does not use transformers' attention interface")
         self.layer = layer
 
-    def blocks(self, layer: int) -> list[Block]:
+    def blocks(self, layer: int, group: int, dtype: torch.dtype) -> list[tuple[Block, torch.Tensor | None]]:
+        """A layer's blocks, each with its mask as `additive` gives it, or None where that is not kept."""
         window = self.windows[layer]
         if window not in self._blocks:
-            self._blocks[window] = blocks_of(self.positions, window, self.device)
+            blocks = blocks_of(self.positions, window, self.device)
+            values = group * sum(b.mask.numel() for b in blocks if b.mask is not None)
+            kept = values <= MASK_VALUES_KEPT_MAX
+            self._blocks[window] = [
+                (b, additive(b.mask, group, dtype) if kept and b.mask is not None else None) for b in blocks
+            ]
         return self._blocks[window]
 
     def counts(self, layer: int) -> bool:
@@ -161,7 +180,8 @@ def _attend(
         raise AttentionUnknown("attention over other than the tokens that run")
     heads, kv_heads = query.shape[1], key.shape[1]
     out = query.new_empty(1, query.shape[2], heads, value.shape[3])
-    for block in runs.blocks(layer):
+    group = heads // kv_heads
+    for block, mask in runs.blocks(layer, group, query.dtype):
         q = query[:, :, block.first : block.last]
         k, v = key[:, :, block.lo : block.hi], value[:, :, block.lo : block.hi]
         if block.mask is None and softcap is None:
@@ -170,12 +190,13 @@ def _attend(
             )
             out[:, block.first : block.last] = seen.transpose(1, 2)
             continue
-        mask = block.mask
         if mask is None:
-            mask = torch.ones(block.last, block.last, dtype=torch.bool, device=q.device).tril()
-        group = heads // kv_heads
+            seen_by = block.mask
+            if seen_by is None:
+                seen_by = torch.ones(block.last, block.last, dtype=torch.bool, device=q.device).tril()
+            mask = additive(seen_by, group, query.dtype)
         q = q.reshape(1, kv_heads, group * q.shape[2], q.shape[3])
-        seen = attend_masked(q, k, v, mask.repeat(group, 1), scaling, softcap)
+        seen = attend_masked(q, k, v, mask, scaling, softcap)
         out[:, block.first : block.last] = seen.reshape(1, heads, -1, value.shape[3]).transpose(1, 2)
     if runs.counts(layer):
         _count(runs, query, key, scaling)
@@ -190,13 +211,13 @@ def attend_masked(
     scaling: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention `[b, h, n, d]` with `mask` (`[n, slots]` bool, true = attend) and Gemma 2's softcap."""
+    """Attention `[b, h, n, d]` with `mask` (`[n, slots]`, added to the scores) and Gemma 2's softcap."""
     if softcap is None:
         return scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)  # SDPA has no softcap
     scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
+        scores = scores + mask
     return scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
 
 

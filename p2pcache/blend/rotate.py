@@ -121,34 +121,40 @@ class RopeSpec:
         return blake3.blake3(head + body, derive_key_context=FINGERPRINT_CONTEXT).digest()
 
     @classmethod
-    def from_model(cls, model: Any) -> RopeSpec:
-        """Read a transformers model's rotary embedding, and prove it on the model.
+    def from_model(cls, model: Any) -> RopeSpec | LayerRopes:
+        """Read a transformers model's rotary embeddings, and prove them on the model.
 
-        Configs do not say all that matters (which pairs turn, whether some layers have no rotation,
-        whether K is latent), so the model is asked: a few tokens run at two positions, and the
-        rotated keys of one run must be the keys of the other in every layer. Two forwards of 4 tokens.
+        Configs do not say all that matters (which pairs turn, which layers have no rotation, whether K
+        is latent), so the model is asked: a few tokens run at two positions, and in every layer the
+        keys of one run, turned, must be the keys of the other. Of several embeddings a layer has the one
+        that says so best: with another's theta its keys are far off. Two forwards of 4 tokens.
 
-        Raises `ConfigError`, with the reason, for a model whose keys cannot be moved.
+        Returns one spec where all layers turn alike. Raises `ConfigError`, with the reason, for a model
+        whose keys cannot be moved.
         """
-        inv_freq, scaling = _read_rotary(model)
+        found = _read_rotary(model)
         near, far = _probe_keys(model, 0), _probe_keys(model, PROBE_SHIFT)
-        exact = near[0].dtype == torch.float32
-        for interleaved in (False, True):
-            spec = cls(inv_freq, interleaved, scaling)
-            if all(
-                spec._moves(a, b, tolerance=0.01 if exact else 0.1) for a, b in zip(near, far, strict=True)
-            ):
-                return spec
-        raise ConfigError(
-            f"{type(model).__name__}: its keys at a later position are not a rotation of its keys at an"
-            " earlier one in every layer, so its KV can be reused only at the same position"
-        )
+        candidates = [cls(v, pairs, scaling) for v, scaling in found for pairs in (False, True)]
+        candidates.append(cls(()))  # a layer without positions, between others: its keys stay as they are
+        tolerance = 0.01 if near[0].dtype == torch.float32 else 0.1
+        specs = []
+        for index, (a, b) in enumerate(zip(near, far, strict=True)):
+            best = min(candidates, key=lambda spec: spec._error(a, b))
+            if not best._error(a, b) <= tolerance:
+                raise ConfigError(
+                    f"{type(model).__name__}: layer {index}'s keys at a later position are not a rotation of"
+                    " those at an earlier one, so its KV can be reused only at the same position"
+                )
+            specs.append(best)
+        return specs[0] if len(set(specs)) == 1 else LayerRopes(tuple(specs))
 
-    def _moves(self, near: torch.Tensor, far: torch.Tensor, tolerance: float) -> bool:
+    def _error(self, near: torch.Tensor, far: torch.Tensor) -> float:
+        """How far turned keys are from those they should be, relative to their length; inf where they differ
+        in shape."""
         if self.rotary_dim > near.shape[-1]:
-            return False
+            return float("inf")
         error = (self.rotate(near, PROBE_SHIFT).float() - far.float()).norm()
-        return bool(error <= tolerance * far.float().norm())
+        return float(error / far.float().norm())
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,29 +183,27 @@ def length_dependent(model: Any) -> str:
     return ""
 
 
-def _read_rotary(model: Any) -> tuple[tuple[float, ...], float]:
-    """`(inv_freq, attention_scaling)` of a model's one rotary embedding."""
+def _read_rotary(model: Any) -> list[tuple[tuple[float, ...], float]]:
+    """`(inv_freq, attention_scaling)` of every rotary embedding of a model, each once.
+
+    A module keeps one as `inv_freq`, or one a layer type as `TYPE_inv_freq`.
+    """
     name = type(model).__name__
+    why = length_dependent(model)
+    if why:
+        raise ConfigError(f"{name}: its {why}, so keys cannot be moved")
     found = {}
     for module in model.modules():
-        rope_type = getattr(module, "rope_type", "default")
-        if isinstance(rope_type, dict):
-            raise ConfigError(
-                f"{name}: its rotary embedding differs by layer type, which is not supported yet"
-            )
-        if getattr(module, "inv_freq", None) is None:
-            continue
-        if any(word in rope_type for word in LENGTH_DEPENDENT_TYPES):
-            raise ConfigError(f"{name}: its {length_dependent(model)}, so keys cannot be moved")
-        vector = tuple(module.inv_freq.detach().double().flatten().tolist())
-        found[vector, float(getattr(module, "attention_scaling", 1.0))] = None
+        for key, buffer in module.named_buffers(recurse=False):
+            if key.endswith("inv_freq") and not key.endswith("original_inv_freq"):
+                prefix = key.removesuffix("inv_freq")
+                scaling = float(getattr(module, f"{prefix}attention_scaling", 1.0))
+                found[tuple(buffer.detach().double().flatten().tolist()), scaling] = None
     if not found:
         raise ConfigError(
             f"{name} has no rotary embedding (learned positions or ALiBi?), so keys cannot be moved"
         )
-    if len(found) > 1:
-        raise ConfigError(f"{name} has {len(found)} different rotary embeddings, which is not supported yet")
-    return next(iter(found))
+    return list(found)
 
 
 @torch.no_grad()
@@ -207,12 +211,17 @@ def _probe_keys(model: Any, position: int) -> list[torch.Tensor]:
     """Every layer's keys, `[tokens, kv_heads, head_dim]`, of a few tokens computed from `position` on."""
     from transformers import DynamicCache  # here, so that turning keys needs torch alone
 
+    name = type(model).__name__
     cache = DynamicCache()
     device = model.get_input_embeddings().weight.device
     tokens = torch.arange(1, 1 + PROBE_TOKENS, device=device)
     positions = torch.arange(position, position + PROBE_TOKENS, device=device)
-    run_model(model, tokens, positions, cache)
     try:
-        return [layer.keys[0].transpose(0, 1) for layer in cache.layers]
-    except (AttributeError, TypeError, IndexError) as error:
-        raise ConfigError(f"{type(model).__name__}: its cache holds no plain keys in every layer") from error
+        run_model(model, tokens, positions, cache)
+        keys = [layer.keys[0].transpose(0, 1) for layer in cache.layers]
+    except Exception as error:  # whatever a model's own code makes of a cache of keys and values alone
+        raise ConfigError(f"{name}: its cache holds no plain keys in every layer: {error}") from error
+    layers = model.config.get_text_config().num_hidden_layers
+    if len(keys) != layers:
+        raise ConfigError(f"{name}: {len(keys)} of its {layers} layers have keys in the cache")
+    return keys

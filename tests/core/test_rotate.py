@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pcache import _native
-from p2pcache.blend.rotate import RopeSpec, rotate_keys, rotate_keys_torch
+from p2pcache.blend.rotate import LayerRopes, RopeSpec, rotate_keys, rotate_keys_torch
 from p2pcache.types import ConfigError, LayoutError
 
 INV_FREQ = tuple(10000.0 ** (-j / 8) for j in range(8))
@@ -140,6 +140,22 @@ def test_every_field_is_in_the_fingerprint() -> None:
     assert len(spec.fingerprint()) == 32 and spec.fingerprint() == RopeSpec(INV_FREQ).fingerprint()
 
 
+GEMMA3 = {
+    "head_dim": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "num_hidden_layers": 3,
+    "sliding_window": 8,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    },
+}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+
+
 def tiny(name: str, **fields):
     """A small model with random weights, of the named transformers architecture."""
     import transformers
@@ -147,7 +163,8 @@ def tiny(name: str, **fields):
     torch.manual_seed(0)
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0}
-    config = getattr(transformers, f"{name}Config")(**(shape | heads | fields))
+    names = {"Gemma3": "Gemma3Text"}
+    config = getattr(transformers, f"{names.get(name, name)}Config")(**(shape | heads | fields))
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
@@ -177,25 +194,87 @@ def test_reads_a_models_rotation(model, interleaved: bool, rotary_dim: int) -> N
             ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
             "length",
         ),
-        (
-            ("SmolLM3", {"no_rope_layers": [1, 0], "pad_token_id": 0}),
-            "every layer",
-        ),  # a layer without rotation
-        (("Gemma3", {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]}), "layer type"),
         (("OPT", {"max_position_embeddings": 2048, "ffn_dim": 48, "word_embed_proj_dim": 32}), "no rotary"),
     ],
 )
 def test_refuses_models_whose_keys_cannot_be_moved(model, reason: str) -> None:
     name, fields = model
-    if name == "Gemma3":
-        import transformers
-
-        config = transformers.Gemma3TextConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, **fields,
-        )  # fmt: skip
-        built = transformers.Gemma3ForCausalLM(config).eval()
-    else:
-        built = tiny(name, **fields)
+    built = tiny(name, **fields)
     with pytest.raises(ConfigError, match=reason):
         RopeSpec.from_model(built)
+
+
+MOVABLE = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}),
+    "ntk": ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4 * 4 ** (8 / 6)}}),
+    "yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}),
+    "llama3": ("Llama", {"rope_parameters": LLAMA3}),
+    "partial": ("StableLm", {}),
+    "phi3": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                          "partial_rotary_factor": 0.5}}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "interleaved": ("Glm", {"head_dim": 16}),
+    "gemma3": ("Gemma3", GEMMA3),
+    "some-layers-without": ("SmolLM3", {"no_rope_layers": [1, 0]}),
+}  # fmt: skip
+
+
+def body_at(model, base: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """K and V `[tokens, kv_heads, head_dim]` of each layer, of twelve tokens computed from `base` on."""
+    import transformers
+
+    from p2pcache.blend.forward import run_model
+
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        run_model(model, torch.arange(1, 13), torch.arange(base, base + 12), cache)
+    return [(c.keys[0].transpose(0, 1), c.values[0].transpose(0, 1)) for c in cache.layers]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MOVABLE)
+def test_a_chunk_at_another_position_has_the_same_values_and_turned_keys(name: str, dtype) -> None:
+    architecture, fields = MOVABLE[name]
+    model = tiny(architecture, **fields)
+    # bf16 is judged by what a model in fp32 with keys rounded once gives: its own angles are rounded too.
+    rope = RopeSpec.from_model(model)
+    for index, ((k, v), (want_k, want_v)) in enumerate(
+        zip(body_at(model, 5), body_at(model, 605), strict=True)
+    ):
+        got = rope.layer(index).rotate(k.to(dtype), 600).float()
+        tolerance = 1e-5 if dtype == torch.float32 else 3e-3
+        # Angles of a model are fp32: at 600 radians they err by 3e-5 of a turn themselves.
+        rounding = 600 * 2**-24
+        assert (got - want_k).norm() <= (tolerance + rounding) * want_k.norm()
+        torch.testing.assert_close(v, want_v, atol=1e-5, rtol=1e-4)
+        if name == "gemma3" and dtype == torch.float32:  # the other kind's theta would be garbage
+            other = rope.layer((index + 1) % 3 if index else 1).rotate(k, 600)
+            assert index == 2 or (other - want_k).norm() > 0.1 * want_k.norm()
+
+
+def test_a_rope_for_each_layer_type_has_a_fingerprint_of_its_own() -> None:
+    rope = RopeSpec.from_model(tiny("Gemma3", **GEMMA3))
+    assert isinstance(rope, LayerRopes)
+    local, global_, again = rope.specs
+    assert local == again != global_ and local.inv_freq[1] == pytest.approx(1e4 ** (-1 / 8))
+    assert global_.inv_freq[1] == pytest.approx(1e6 ** (-1 / 8) / 8)
+    prints = {local.fingerprint(), global_.fingerprint(), rope.fingerprint()}
+    prints.add(LayerRopes((global_, local, local)).fingerprint())
+    prints.add(LayerRopes((local,)).fingerprint())
+    assert len(prints) == 5
+    plain = {**GEMMA3["rope_parameters"]["sliding_attention"]}
+    uniform = {"rope_parameters": {"sliding_attention": plain, "full_attention": dict(plain)}}
+    assert isinstance(RopeSpec.from_model(tiny("Gemma3", **(GEMMA3 | uniform))), RopeSpec)
+
+
+def test_a_model_with_state_instead_of_keys_is_told_so() -> None:
+    import transformers
+
+    config = transformers.Lfm2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="plain keys"):
+        RopeSpec.from_model(transformers.Lfm2ForCausalLM(config).eval())

@@ -28,6 +28,15 @@ MODELS = {
     ),
     "mistral-sliding": ("Mistral", {"sliding_window": 24}),
     "llama-eager": ("Llama", {"attn_implementation": "eager"}),
+    "gemma3": (  # QK-norm, and a theta and a mask a layer type
+        "Gemma3",
+        {"sliding_window": 24, "head_dim": 16, "query_pre_attn_scalar": 16,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "phi3-partial": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4,
+                                                  "partial_rotary_factor": 0.5}}),
+    "gpt-neox": ("GPTNeoX", {}),
+    "glm-interleaved": ("Glm", {"head_dim": 16}),
 }  # fmt: skip
 
 
@@ -44,7 +53,8 @@ def one_thread():
 def model(request):
     name, settings = MODELS[request.param]
     torch.manual_seed(3)
-    config = getattr(transformers, f"{name}Config")(**(SHAPE | settings))
+    names = {"Gemma3": "Gemma3Text"}
+    config = getattr(transformers, f"{names.get(name, name)}Config")(**(SHAPE | settings))
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
 
@@ -166,7 +176,7 @@ def test_a_body_moves_by_turning_its_keys_and_leaving_its_values(model) -> None:
     near, far = bodies
     for layer in range(3):
         close(
-            rope.rotate(near[layer, 0], 696),
+            rope.layer(layer).rotate(near[layer, 0], 696),
             far[layer, 0],
             atol=1e-5 * float(far[layer, 0].abs().max()) + 1e-5,
         )
