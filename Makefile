@@ -9,7 +9,7 @@ BENCHES := pull lookup local_hit chunking nvme overhead codec pull_link planner 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test test-fast test-engine test-cluster test-gpu bench bench-peers lint clean
+.PHONY: help setup demo test test-fast test-engine test-cluster test-gpu bench bench-peers bench-reuse lint clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ test-gpu: $(STAMP) ## on a CUDA device
 
 bench: $(STAMP) ## every benchmark of bench/README.md but the long ones; figures go to out/
 	@for name in $(BENCHES); do $(BIN)/python -m bench.$$name --json out/$$name.json || exit 1; done
+
+bench-reuse: $(STAMP) ## quality and speed of non-prefix reuse, the short form; figures go to out/reuse.json
+	$(BIN)/python -m bench.reuse --json out/reuse.json
 
 bench-peers: ## other systems to compare with, in .venv-peers
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers

@@ -31,6 +31,7 @@ class Report:
     ratios: dict[str, float | None] = field(default_factory=dict)  # None: not measured, see `missing`
     targets: dict[str, str] = field(default_factory=dict)  # ">= 0.9", "<= 2"
     missing: dict[str, str] = field(default_factory=dict)  # a ratio, or a peer -> why it is not here
+    details: list[dict[str, Any]] = field(default_factory=list)  # in the JSON, not in the table
 
     def row(self, **cells: Any) -> None:
         self.rows.append(cells)
@@ -49,6 +50,7 @@ class Report:
             "ratios": self.ratios,
             "targets": self.targets,
             "missing": self.missing,
+            "details": self.details,
             "machine": machine(),
         }
 

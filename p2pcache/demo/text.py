@@ -40,7 +40,7 @@ def passages(tokenizer: Any, count: int, tokens_min: int = 400, tokens_max: int 
     One a topic first, then the topics' second ones, and so on; no paragraph twice. `tokenizer` is a
     transformers tokenizer. Raises `ConfigError` when the manual has not that much prose.
     """
-    by_topic = [list(_topic_passages(tokenizer, *topic, tokens_min, tokens_max)) for topic in _prose_topics()]
+    by_topic = [list(_topic_passages(tokenizer, *topic, tokens_min, tokens_max)) for topic in prose_topics()]
     rounds = max(map(len, by_topic))
     found = [cuts[index] for index in range(rounds) for cuts in by_topic if index < len(cuts)]
     if len(found) < count:
@@ -66,7 +66,7 @@ def prompt_parts(tokenizer: Any, documents: Sequence[Passage], question: str) ->
 
 def conversation(turns: int = 6) -> list[str]:
     """User turns of a growing chat, each quoting a paragraph of another topic and asking about it."""
-    quotes = [(title, max(paragraphs[:4], key=len)) for title, paragraphs in _prose_topics()]
+    quotes = [(title, max(paragraphs[:4], key=len)) for title, paragraphs in prose_topics()]
     if turns > len(quotes):
         raise ConfigError(f"the manual has {len(quotes)} topics, not {turns}")
     opening = ["First", *["Now"] * (turns - 1)]
@@ -88,7 +88,7 @@ def _topic_passages(
             yield Passage(name, text, ids, f"What do the documents say about {title.lower()}?")
 
 
-def _prose_topics() -> list[tuple[str, list[str]]]:
+def prose_topics() -> list[tuple[str, list[str]]]:
     """`(title, prose paragraphs)` of every topic that has some, by name; no paragraph twice.
 
     Some topics quote others whole, hence the check.

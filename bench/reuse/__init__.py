@@ -1,0 +1,1 @@
+"""Quality and speed of non-prefix reuse on a real model: `python -m bench.reuse`."""
