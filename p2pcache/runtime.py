@@ -34,6 +34,7 @@ from p2pcache.io.transport_tcp import TcpTransport
 from p2pcache.io.transport_ucx import UcxTransport, ucx_available
 from p2pcache.node import Node, Ports
 from p2pcache.node.engines import EngineDesk
+from p2pcache.node.report import status
 from p2pcache.types import ConfigError, NodeDown
 
 _log = logging.getLogger(__name__)
@@ -133,7 +134,7 @@ class NodeRuntime:
 
     def status(self) -> dict[str, Any]:
         async def read() -> dict[str, Any]:
-            return self.node.status()
+            return status(self.node)
 
         return self.call(read())
 
@@ -187,7 +188,7 @@ class NodeRuntime:
                 continue
             self._closers.append(transport.close)
         await lookups.start(node.shard.directory)
-        await control.start(node.on_peer)
+        await control.start(node.peers.answer)
         self.member = Member(name, incarnation, control.address, _boot_id(), addresses, lookups.address)
         engines = EngineSocket(self.socket_path, slab)
         await engines.start(EngineDesk(node))

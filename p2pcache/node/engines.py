@@ -19,6 +19,7 @@ from p2pcache.core.records import (
 from p2pcache.core.tiers import Slot
 from p2pcache.core.wire import GRANT
 from p2pcache.node.node import Grant, Node
+from p2pcache.node.report import mesh_status
 from p2pcache.node.session import Session
 from p2pcache.node.wireform import body_from_wire
 from p2pcache.types import ExactKey, RemoteError, Source
@@ -117,14 +118,14 @@ class EngineDesk:
 
     async def _on_open(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         deadline_s = self._loop.time() + self._node.config.rpc_timeout_s
-        await self._node.announce(body["descriptor"], deadline_s)
+        await self._node.namespaces.announce(body["descriptor"], self._node.others, deadline_s)
         return {}
 
     async def _on_siblings(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"descriptors": [d for d in self._node.descriptors if d != body["descriptor"]]}
+        return {"descriptors": [d for d in self._node.namespaces if d != body["descriptor"]]}
 
     async def _on_mesh(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
-        return {"nodes": await self._node.mesh_status(self._deadline_s(body))}
+        return {"nodes": await mesh_status(self._node, self._deadline_s(body))}
 
     async def _on_report(self, session: Session, body: Mapping[str, Any]) -> dict[str, Any]:
         prefill = self._node.costs.prefill

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
@@ -33,14 +33,15 @@ from p2pcache.node.fence import Fence
 from p2pcache.node.gather import Known
 from p2pcache.node.holder import Holder as PeerDesk
 from p2pcache.node.home import Home
+from p2pcache.node.namespaces import Namespaces
 from p2pcache.node.owners import Owners
+from p2pcache.node.peers import Peers
 from p2pcache.node.publisher import Publisher
 from p2pcache.node.puller import Puller
 from p2pcache.node.residency import Residency
 from p2pcache.node.session import Session
 from p2pcache.node.shard import Shard
 from p2pcache.node.sight import Sight
-from p2pcache.node.wireform import body_from_wire
 from p2pcache.types import (
     BodyInfo,
     ContentKey,
@@ -57,7 +58,6 @@ from p2pcache.types import (
 
 _log = logging.getLogger(__name__)
 _SWEEP_S = 1.0
-DESCRIPTORS_MAX = 256
 FETCH_BYTES = 4096
 """What a chunk that is being fetched takes of this process's memory at most: its task, timers and names."""
 
@@ -133,7 +133,8 @@ class Node:
         self.absent: dict[str, str] = {}  # hosts without a node in the mesh, and why
         self.draining = False
         self.sessions: set[Session] = set()
-        self.descriptors: dict[bytes, None] = {}  # namespaces known in the mesh, oldest first
+        self.namespaces = Namespaces(ports.control)
+        self.peers = Peers(self)
         self._housekeeper: asyncio.Task | None = None
 
     def start(self) -> None:
@@ -149,6 +150,16 @@ class Node:
         await self.residency.close()
         await self.publisher.close()
         await self.coder.close()
+
+    @property
+    def now_s(self) -> float:
+        """The loop's clock, on which all deadlines are."""
+        return self._loop.time()
+
+    @property
+    def others(self) -> list[Member]:
+        """The members but this node."""
+        return [m for m in self.view.members.values() if m.name != self.name]
 
     def contact(self) -> None:
         """The supervisor spoke to this node, so it is a member."""
@@ -413,45 +424,6 @@ class Node:
         self.sessions.discard(session)
         session.end()
 
-    # -- what peers ask --------------------------------------------------------------------------
-
-    def on_peer(
-        self, op: str, body: Mapping[str, Any], sender: str, incarnation: int
-    ) -> Mapping[str, Any] | Awaitable[Mapping[str, Any]]:
-        """Answer one control message, the directory's at once. `wire.decode` has checked its shape."""
-        self.fence.check(sender, incarnation)
-        if op == "directory.lookup":
-            table, unknown = self.shard.lookup(body["contents"])
-            return {"found": table, "unknown": unknown}
-        if op in ("directory.publish", "directory.withdraw"):
-            return self.shard.handle(op, body, sender, incarnation)
-        if op == "pull.open":
-            budget_s = min(max(body["deadline_s"], 0.0), self.config.remote_lease_s)
-            how = {name: body[name] for name in ("transport", "codecs", "tokens") if name in body}
-            return self.desk.open(body["bodies"], sender, self._loop.time() + budget_s, **how)
-        if op == "pull.close":
-            self.desk.office.close(body["tokens"])
-            return {}
-        return self._on_peer(op, body, sender, incarnation)
-
-    async def _on_peer(
-        self, op: str, body: Mapping[str, Any], sender: str, incarnation: int
-    ) -> Mapping[str, Any]:
-        if op == "namespaces":
-            self.learn(body["descriptors"])
-            return {"descriptors": list(self.descriptors)}
-        if op == "hello":
-            self.on_hello(Member.from_wire(body["member"]))
-            return {"member": self.member().to_wire()}
-        if op == "adopt":
-            bodies = [body_from_wire(b) for b in body["bodies"]]
-            deadline_s = self._loop.time() + min(max(body["deadline_s"], 0.0), self.config.remote_lease_s)
-            leaver = Holder(sender, incarnation, Tier.HOST)
-            return {"adopted": [] if self.draining else await self.heirs.adopt(bodies, leaver, deadline_s)}
-        if op == "status":
-            return self.status()
-        raise RemoteError(f"nodes do not answer {op!r} to each other")
-
     # -- leaving ---------------------------------------------------------------------------------
 
     async def drain(self, budget_s: float) -> dict[str, int]:
@@ -473,79 +445,7 @@ class Node:
         """Wait until no peer reads from this node. False where one still did at the end."""
         return await self.desk.office.empty(budget_s)
 
-    # -- namespaces ------------------------------------------------------------------------------
-
-    def learn(self, descriptors: Sequence[bytes]) -> None:
-        """Remember namespace descriptors, a bounded number: they only serve to explain misses."""
-        for descriptor in descriptors:
-            self.descriptors[descriptor] = None
-        while len(self.descriptors) > DESCRIPTORS_MAX:
-            del self.descriptors[next(iter(self.descriptors))]
-
-    async def announce(self, descriptor: bytes, deadline_s: float) -> None:
-        """An engine opened a namespace: tell the peers, and learn theirs."""
-        self.learn([descriptor])
-        peers = [m for m in self.view.members.values() if m.name != self.name]
-        requests = (
-            self.ports.control.request(p, "namespaces", {"descriptors": [descriptor]}, deadline_s)
-            for p in peers
-        )
-        for reply in await asyncio.gather(*requests, return_exceptions=True):
-            if isinstance(reply, Mapping):
-                self.learn(reply["descriptors"])
-            elif not isinstance(reply, RemoteError):
-                raise reply
-
-    # -- for people ------------------------------------------------------------------------------
-
-    def status(self) -> dict[str, Any]:
-        """What `p2pcache status` shows of this node. Plain values only."""
-        tier, nvme = self.residency.tier, self.ports.nvme
-        return {
-            "name": self.name,
-            "incarnation": self.incarnation,
-            "view_id": self.view.view_id.hex(),
-            "host_address": self.config.host,
-            "members": sorted(self.view.members),
-            "cut_off": self.fence.cut_off,
-            "draining": self.draining,
-            "transports": {t.name: t.description() for t in self.ports.transports},
-            "host": {"bytes": tier.taken_bytes, "bytes_max": tier.capacity_bytes, "bodies": len(tier)},
-            "nvme": nvme.status() if nvme is not None else None,
-            "directory_keys": len(self.shard.directory),
-            "warm": self.shard.warm,
-            "leases": tier.leases(),
-            "tickets": len(self.desk.office),
-            "sessions": len(self.sessions),
-            "pulls_under_way": len(self.puller.flights),
-            "fetch_queue_bytes": self.waiting.nbytes,
-            "pull_line_bytes": self.puller.flights.bytes_in_line,
-            "counters": self.counters.snapshot(),
-            "codecs": self.coder.plain(),
-            "wire_codec_bytes": {"out": self.desk.outbox.nbytes, "in": self.puller.inbox.nbytes},
-            "planner": self.costs.plain(self._loop.time()),
-            "ring": self.sight.ring(self.name, self.view),
-            "tier_bytes": self.residency.tier_bytes(),
-            "sight": self.sight.plain(),
-        }
-
-    async def mesh_status(self, deadline_s: float) -> list[dict[str, Any]]:
-        """The status of every member; of one that does not answer, its name and why."""
-        members = sorted(self.view.members.values(), key=lambda m: m.name)
-        peers = [m for m in members if m.name != self.name]
-        replies = await asyncio.gather(
-            *(self.ports.control.request(p, "status", {}, deadline_s) for p in peers), return_exceptions=True
-        )
-        out = [self.status()]
-        for peer, reply in zip(peers, replies, strict=True):
-            if isinstance(reply, RemoteError):
-                out.append({"name": peer.name, "error": str(reply)})
-            elif isinstance(reply, BaseException):
-                raise reply
-            else:
-                out.append(dict(reply))
-        out += [{"name": name, "error": why} for name, why in self.absent.items()]
-        return sorted(out, key=lambda s: s["name"])
+    # -- housekeeping ----------------------------------------------------------------------------
 
     async def _keep_house(self) -> None:
         while True:

@@ -978,7 +978,7 @@ def test_a_client_finds_its_node_again_after_a_restart(mesh: Callable) -> None:
         where[0] = m.nodes[0].socket_path
         until(lambda: find(cache, run).chunks[0].miss is Miss.ABSENT, "the client is back")
         keep(cache, run)
-        assert list(m.nodes[0].node.descriptors) == [NAMESPACE.describe()]
+        assert list(m.nodes[0].node.namespaces) == [NAMESPACE.describe()]
 
 
 def test_a_node_of_another_boot_or_view_is_not_followed(mesh: Callable) -> None:

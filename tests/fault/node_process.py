@@ -24,6 +24,7 @@ from p2pcache import KVLayout, Namespace, NodeConfig
 from p2pcache.api import Cache, Client
 from p2pcache.core.chunking import FixedChunker
 from p2pcache.core.membership import Member
+from p2pcache.node.report import status
 from p2pcache.runtime import NodeRuntime
 
 REPOSITORY = Path(__file__).parents[2]
@@ -59,7 +60,7 @@ def check(node: NodeRuntime) -> dict[str, Any]:
         node.node.residency.tier.validate()
         for session in node.node.sessions:
             session.validate()
-        return node.node.status()
+        return status(node.node)
 
     return node.call(validated())
 
