@@ -80,6 +80,7 @@ struct Batch {
     std::vector<Ask> asks;
     std::vector<Outcome> outcomes;
     size_t left = 0;
+    bool finished = false;
 };
 
 class Client {
@@ -359,7 +360,9 @@ private:
         outcome.text = std::move(text);
         set(batch, index, std::move(outcome));
     }
+    // The first word stands: a send that failed half-way may still be answered.
     void set(Batch &batch, size_t index, Outcome outcome) {
+        if (batch.outcomes[index].done) return;
         outcome.done = true;
         batch.outcomes[index] = std::move(outcome);
         --batch.left;
@@ -402,8 +405,10 @@ private:
                 }
         }
     }
-    // Tell who waits for it.
+    // Tell who waits for it, once: a send that loses its connection may end a batch that is still being begun.
     void finish(const std::shared_ptr<Batch> &batch) {
+        if (batch->finished) return;
+        batch->finished = true;
         const auto [first, last] = by_s_.equal_range(batch->by_s);
         for (auto it = first; it != last; ++it)
             if (it->second == batch) {
