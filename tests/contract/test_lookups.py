@@ -117,7 +117,7 @@ def test_a_peer_says_what_it_knows_and_whether_the_rest_is_unknown(kind: str) ->
             b.holds(KEYS[0], KEYS[2])
             table, unknown = await a.ask(b.member, *KEYS)
             assert not unknown and list(table.counts) == [1, 0, 1, 0] and table.names == [HOLDER.node]
-            found = table.objects(KEYS)
+            found = list(table.objects(KEYS))
             assert found[0][0].body.exact == KEYS[0][::-1] and found[0][0].holders == (HOLDER,)
             b.follow(b.view, unknown=True)
             assert (await a.ask(b.member, KEYS[1]))[1]
@@ -164,7 +164,7 @@ def test_who_is_silent_costs_the_deadline_and_others_nothing(kind: str) -> None:
         async with mesh(kind, "a", "b") as (a, b):
             b.holds(KEYS[0])
             with socket.create_server(("127.0.0.1", 0)) as silent:  # its backlog accepts, nobody answers
-                address = "127.0.0.1:%d" % silent.getsockname()[1]
+                address = f"127.0.0.1:{silent.getsockname()[1]}"
                 directory = f"{address}#{'00' * 16}" if kind == "native" else ""
                 mute = Member("mute", 1, address, directory=directory)
                 by_s = asyncio.get_running_loop().time() + 0.3
@@ -180,7 +180,7 @@ def test_close_while_a_question_is_open_ends_it(kind: str) -> None:
     async def test() -> None:
         before = threading.active_count()
         with socket.create_server(("127.0.0.1", 0)) as silent:
-            address = "127.0.0.1:%d" % silent.getsockname()[1]
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
             mute = Member("mute", 1, address, directory=f"{address}#{'00' * 16}" if kind == "native" else "")
             async with mesh(kind, "a") as (a,):
                 open_ = asyncio.ensure_future(a.ask(mute, KEYS[0]))
@@ -318,7 +318,7 @@ class Impostor:
     def __init__(self, answer: bytes, *, close: bool = False):
         self._answer, self._close = answer, close
         self._server = socket.create_server(("127.0.0.1", 0))
-        self.directory = "127.0.0.1:%d#%s" % (self._server.getsockname()[1], "00" * 16)
+        self.directory = f"127.0.0.1:{self._server.getsockname()[1]}#{'00' * 16}"
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
