@@ -228,7 +228,12 @@ class Holder:
     ) -> Mapping[str, Any]:
         each = zip(bodies, tokens, strict=True)
         made = [self._ticket(exact, token, reader, deadline_s, encoded) for exact, token in each]
-        return {"tickets": list(await asyncio.gather(*made))}
+        tickets = await asyncio.gather(*made, return_exceptions=True)
+        broken = [ticket for ticket in tickets if isinstance(ticket, BaseException)]
+        if broken:  # a fault of our own: the reader hears of no ticket, so none may stay open
+            self.office.close([t[1][0] for t in tickets if isinstance(t, list) and t[0] == "ok"])
+            raise broken[0]
+        return {"tickets": tickets}
 
     def _ticket_at_once(self, exact: ExactKey, token: bytes, reader: str) -> list[Any]:
         """A ticket for a body of the host tier, raw."""

@@ -163,3 +163,25 @@ def test_a_body_over_the_limit_goes_alone(mesh: Callable) -> None:
         assert [c.miss for c in fetched] == [None] * 4
         assert torch.equal(torch.cat([c.kv for c in fetched], 2), kv)
     until(lambda: nodes[0].node.desk.office.leased_bytes == 0, "all tickets have ended")
+
+
+def test_a_fault_in_one_ticket_leaves_no_other_open(mesh: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes, caches = mesh([{}, {}])
+    keep(caches[0], 2 * CHUNK)
+    first, second = (k.exact for k in caches[0].chunks(torch.arange(2 * CHUNK), CHUNKS))
+    desk = nodes[0].node.desk
+    issue = desk._ticket
+
+    async def faulty(exact: bytes, *others: Any) -> list[Any]:
+        if exact == second:
+            raise RuntimeError("made up")
+        return await issue(exact, *others)
+
+    async def open_both() -> None:
+        monkeypatch.setattr(desk, "_ticket", faulty)
+        deadline_s = asyncio.get_running_loop().time() + PATIENCE_S
+        with pytest.raises(RuntimeError, match="made up"):
+            await desk._open_later([first, second], [bytes(16)] * 2, "n1", deadline_s, False)
+
+    nodes[0].call(open_both())
+    assert state(nodes[0])["tickets"] == 0 and state(nodes[0])["leases"] == 0
