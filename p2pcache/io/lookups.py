@@ -95,10 +95,9 @@ class NativeLookups:
         self._others = ControlLookups(control)
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, tuple[asyncio.Future[Outcomes], list[Member]]] = {}
-        self._closed = False
         self._targets: dict[str, tuple[str, bytes] | None] = {}  # of `Member.directory`
         self._server: Any = None
-        self._client = _native.DirectoryClient(name, incarnation)
+        self._client: Any = _native.DirectoryClient(name, incarnation)  # None once closed
         self._loop.add_reader(self._client.fd, self._on_done)
         self.address = ""
 
@@ -119,6 +118,8 @@ class NativeLookups:
         self.address = f"[{host}]:{port}#{pass_.hex()}" if ":" in host else f"{host}:{port}#{pass_.hex()}"
 
     def follow(self, view: View, past: Iterable[tuple[str, int]]) -> None:
+        if self._client is None:
+            return
         members = view.members.values()
         self._targets = {m.directory: _target(m.directory) for m in members}
         self._client.follow(view.view_id)
@@ -147,11 +148,13 @@ class NativeLookups:
         return asyncio.ensure_future(merged())
 
     async def close(self) -> None:
-        self._closed = True
-        self._loop.remove_reader(self._client.fd)
-        self._client.stop()
-        if self._server is not None:
-            self._server.stop()
+        client, server = self._client, self._server
+        self._client = self._server = None  # their descriptors end with them
+        if client is not None:
+            self._loop.remove_reader(client.fd)
+            client.stop()
+        if server is not None:
+            server.stop()
         for future, _ in self._waiting.values():
             if not future.done():
                 future.set_exception(RemoteError("this node's lookups have been closed"))
@@ -168,7 +171,7 @@ class NativeLookups:
         answers: asyncio.Future[Outcomes] = self._loop.create_future()
         if not batch:
             answers.set_result([])
-        elif self._closed:
+        elif self._client is None:
             answers.set_exception(RemoteError("this node's lookups have been closed"))
         elif number := self._client.ask(batch, by_s):
             self._waiting[number] = answers, [peer for peer, _ in asked]

@@ -57,7 +57,12 @@ coding = row(text, u63, lists(u64))
 encoded_ticket = row(st.just("ok"), row(token, u63, u63, lists(u64), meta, body, coding))
 no_ticket = row(text.filter(lambda t: t != "ok"), st.none() | st.floats(0, 10))
 member = record(
-    name=text, incarnation=u63, control=text, boot_id=text, transports=st.dictionaries(text, text, max_size=3)
+    name=text,
+    incarnation=u63,
+    control=text,
+    boot_id=text,
+    transports=st.dictionaries(text, text, max_size=3),
+    directory=text,
 )
 descriptors = record(descriptors=lists(st.binary(max_size=20)))
 anything = st.recursive(

@@ -599,7 +599,7 @@ def test_explain_says_nothing_of_another_tenant_or_model(mesh: Callable) -> None
 def test_a_tenants_salt_is_in_no_descriptor_and_in_no_status(mesh: Callable) -> None:
     m = mesh(2)
     keep(m.caches[0], prompt(64))
-    told = b"".join(d for node in m.nodes for d in node.node.descriptors) + repr(m.status(0)).encode()
+    told = b"".join(d for node in m.nodes for d in node.node.namespaces) + repr(m.status(0)).encode()
     assert told and hash_salt("us") not in told and hash_salt("us").hex().encode() not in told
 
 
