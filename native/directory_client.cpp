@@ -199,7 +199,7 @@ private:
                 if (fd == bell_.fd())
                     bell_.quiet();
                 else if (const auto it = by_fd_.find(fd); it != by_fd_.end())
-                    if (const char *why = serve(*it->second, events[i].events)) lose(*it->second, why);
+                    if (const char *why = served(*it->second, events[i].events)) lose(*it->second, why);
             }
             take_orders();
             end_late_ones();
@@ -266,6 +266,14 @@ private:
         return connections_.emplace(ask.where, std::move(made)).first;
     }
 
+    // What cannot be done for want of memory costs the connection it was for.
+    const char *served(Connection &c, uint32_t events) {
+        try {
+            return serve(c, events);
+        } catch (const std::exception &) {
+            return "cannot be read for want of memory";
+        }
+    }
     // Why the connection is over; nullptr: it is not.
     const char *serve(Connection &c, uint32_t events) {
         if (!c.connected) {

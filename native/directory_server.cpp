@@ -148,16 +148,22 @@ private:
                 }
                 return;
             }
-            auto made = std::make_unique<Connection>(fd, monotonic_s());
+            std::unique_ptr<Connection> made;
+            try {
+                made = std::make_unique<Connection>(fd, monotonic_s());
+            } catch (const std::bad_alloc &) {
+                close(fd);
+                continue;
+            }
             if (connections_.size() >= CONNECTIONS_MAX) continue;
             tune(fd);
             try {
+                strangers_.insert(fd);
                 poll_.add(fd, EPOLLIN);
-            } catch (const std::system_error &) {
-                continue;
+                connections_[fd] = std::move(made);
+            } catch (const std::exception &) {
+                // No memory for it: the descriptor closes with `made`.
             }
-            connections_[fd] = std::move(made);
-            strangers_.insert(fd);
         }
     }
 
